@@ -77,10 +77,8 @@ from triton_gallery.counting import Traffic
 #
 # where :math:`c_e` counts the choices of expert :math:`e`, its *load*, and
 # :math:`p_{t,e}` is its probability for token :math:`t`: the softmax of the
-# token's logits. Where all loads are equal, L is k. Counts have no gradient, so
-# :math:`f_e` is a constant factor: the more often an expert was chosen, the
-# more the loss pushes its probabilities down.
-#
+# token's logits. Equal loads make L equal to k. Counts have no gradient, so an
+# expert's probabilities are pushed down the more, the more often it was chosen.
 # The *floor* is what any kernel has to move: logits and chosen experts in.
 
 generator = torch.Generator(device=DEVICE).manual_seed(0)

@@ -104,9 +104,10 @@ def exact(x, w, scale_x, scale_w):
     return (x.double() @ w.double().T) * scale_x * scale_w.T
 
 
-def float8_rows(rows, K):
-    """Return a float8 matrix of normal numbers, and a scale for each row."""
+def float8_rows(rows, K, whole=False):
+    """Return float8 numbers, integers if ``whole``, and scales of rows."""
     x = torch.randn(rows, K, generator=generator, device=DEVICE)
+    x = x.round() if whole else x
     scale = torch.rand(rows, 1, generator=generator, device=DEVICE) + 0.5
     return x.to(E4M3), scale
 
@@ -126,9 +127,8 @@ if __name__ == "__main__":
 # contiguous in both matrices, because the tensor cores read float8 only that
 # way: a weight (N, K), as ``torch.nn.Linear`` has it. And the tile is
 # multiplied by its scales before it is stored. K must be a multiple of
-# ``BLOCK_K``; masks cover the edges of M and N. ``tl.dot(x, w, acc)`` returns
-# ``acc + x @ w``. ``IMPRECISE`` is None until *What does the tensor core's sum
-# lose?*
+# ``BLOCK_K``; masks cover the edges of M and N. ``IMPRECISE`` is None until
+# *What does the tensor core's sum lose?*
 
 
 @triton.jit
@@ -197,8 +197,8 @@ def product(
 # two scales round, by :math:`2^{-24}` at most each. We allow twice both.
 
 if __name__ == "__main__":
-    (x, scale_x), (w, scale_w) = float8_rows(100, 384), float8_rows(200, 384)
-    x, w = (t.float().round().to(E4M3) for t in (x, w))
+    x, scale_x = float8_rows(100, 384, whole=True)
+    w, scale_w = float8_rows(200, 384, whole=True)
     inputs = x, w, scale_x, scale_w
     y, expected = product(*inputs).double(), exact(*inputs)
     error = ((y - expected) / expected).abs().nan_to_num().max()  # of 0 / 0, 0
@@ -437,7 +437,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 relu_kernel = None  # your kernel
 
 if __name__ == "__main__":
-    (x, scale_x), (w, scale_w) = float8_rows(100, 256), float8_rows(72, 256)
+    x, scale_x = float8_rows(100, 256, whole=True)
+    w, scale_w = float8_rows(72, 256, whole=True)
     for_relu = x, w, scale_x, scale_w
     expected_relu = torch.relu(exact(*for_relu))
     check(relu_kernel, expected_relu, for_relu)

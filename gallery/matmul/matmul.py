@@ -9,6 +9,7 @@
 # dtypes = ["float16", "bfloat16", "float32", "float64"]
 # backward = true
 # deterministic = true
+# longer = "two ways, by copy engine and by pointers, chosen by a plan"
 #
 # [tool.triton-gallery.not_for]
 # _persistent_matmul_kernel = ["sm_80", "sm_89", "sm_120", "gfx942"]
@@ -364,6 +365,9 @@ if __name__ == "__main__":
 # split. Its source and its figures are on its own page.
 
 from triton_gallery_ops.matmul import matmul
+
+# %%
+# Is the op right? It keeps the same bound:
 
 if __name__ == "__main__":
     for dtype in (torch.float16, torch.float32):

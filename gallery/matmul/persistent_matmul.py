@@ -9,6 +9,7 @@
 # dtypes = ["float16", "bfloat16", "float32", "float64"]
 # backward = true
 # deterministic = true
+# longer = "it plans tiles and parts, and copies what the engine refuses"
 #
 # [tool.triton-gallery.not_for]
 # tile_kernel = ["sm_80", "sm_89", "gfx942"]
@@ -87,11 +88,10 @@ if __name__ == "__main__":
         print(f"    {moved / 1e6:.0f} MB, {flops / moved:.0f} flop a byte")
 
 # %%
-# The bytes are the *floor*: each element of ``a`` and ``b`` is read once, and
-# each of the result is written once. By their data sheets, an H100 and an H200
-# do 200 to 300 operations in the time of reading a byte. These products have
-# more for each byte. So the matrix units bound them, and a kernel has to keep
-# those busy.
+# The bytes are the *floor*: ``a`` and ``b`` are read once, and the result is
+# written once. By their data sheets, an H100 and an H200 do 200 to 300
+# operations in the time of reading a byte. These products have more, so the
+# matrix units bound them, and a kernel has to keep those busy.
 
 # %%
 # The first kernel
@@ -177,8 +177,7 @@ def by_tiles(a, b, tile=TILE, num_warps=8, num_stages=3):
 #
 # We compare with float64. A sum of ``K`` products in float32 has at most ``K``
 # roundings, each at most :math:`2^{-24}` of the products' summed magnitudes.
-# For the last rounding we allow one ``eps``: Triton's interpreter cuts bfloat16
-# off instead of rounding. ``error_of`` divides the error by what is allowed.
+# The last rounding may add one ``eps``. The error is divided by all of that.
 
 
 def error_of(out, a, b):
@@ -201,10 +200,8 @@ if __name__ == "__main__" and CAN:
 # How fast?
 # ---------
 #
-# The table has this kernel and cuBLAS, which ``torch.compile`` calls, too. Each
-# step of this page is tried with the same tiles, warps and stages. They are
-# timed in rotation. A table has the best rate of each step, and does not say
-# which tile and how many stages gave it.
+# Each step of this page is tried with the same tiles, warps and stages, beside
+# cuBLAS, which ``torch.compile`` calls, too. A table has each one's best rate.
 
 
 def rates(calls, M, K, N):
@@ -401,15 +398,14 @@ if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
 # the least
 #
 # .. math:: \Big\lceil \frac{\text{tiles}}{\text{multiprocessors}} \Big\rceil
-#    K \big( m\,n + 48\,(m + n) \big).
+#    K \big( m\,n + 80\,(m + n) \big).
 #
-# The 48 weighs loads against products; we chose it by timing layers of models.
-# The tiles of a last round that is less than half full may be divided: each is
-# for several programs, with a part of ``K`` for each, and a second kernel adds
-# the parts in a fixed order. The op counts what writing and adding them costs,
-# and takes the less. Nothing is tuned at the first call, so a sum has the same
-# order in each run. A tile of 192 columns is two blocks, of 128 and of 64, as
-# the edges of a block are powers of two.
+# The 80 weighs loads against products; we chose it by timing full rounds of
+# each tile. The tiles of a last round that is less than half full may be
+# divided: each is for several programs, with a part of ``K`` for each, and a
+# second kernel adds the parts in a fixed order. The op counts what writing and
+# adding them costs, and takes the less. Nothing is tuned at the first call, so
+# a sum has the same order in each run.
 #
 # The tile has as many stages as shared memory has room for, four to eight at
 # most: a multiprocessor has one program, so no other's work fills its waits.
@@ -429,6 +425,11 @@ if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
 # it computes those of ``a`` and of ``b``, by the same op.
 #
 # .. math:: d_a = g\,b^T, \qquad d_b = a^T g.
+#
+# Rows at odd multiples of 16 bytes are taken, but slowly: memory is read in
+# *sectors* of 32 bytes, and each row of a tile begins within one. An operand of
+# such rows is copied to rows that begin at multiples of 128 bytes, if it is
+# multiplied by 4096 rows or more of the other.
 #
 # If ``a`` is a transpose itself, we compute :math:`(b\,g^T)^T` for it instead.
 # Then the gradient lies in memory as ``a`` does.

@@ -47,7 +47,10 @@ MATMUL_TILES = {
     8: [(64, 64, 16, 4, 3), (32, 32, 16, 4, 3)],
 }
 MATMUL_NARROW = [(128, 128, 64, 8, 3), (64, 64, 64, 4, 3)]  # 2 bytes a load
-MATMUL_FEW = 32  # rows that are multiplied faster than their factor is copied
+MATMUL_FEW = 8  # rows that are multiplied faster than their factor is copied
+# Products that go through pointers: the engine takes longer to begin, most of
+# all if it needs a copy.
+MATMUL_SMALL = 2**25, 2**27
 MATMUL_RESIDENT = 4  # programs of a few rows that a multiprocessor runs at once
 
 
@@ -178,11 +181,13 @@ def _matmul_by_engine(a, b, input_precision):
     if not fast or not _matmul_gpu(a.device)[0]:
         return False
     # A copy takes as long for any number of rows that it is multiplied by.
+    copied = False
     for x, rows in ((a, b.shape[1]), (b, a.shape[0])):
-        copied = _persistent_matmul_turned(x, x.data_ptr()) is None
-        if copied and rows <= MATMUL_FEW:
-            return False
-    return True
+        if _persistent_matmul_turned(x, x.data_ptr()) is None:
+            copied = True
+            if rows <= MATMUL_FEW:
+                return False
+    return a.numel() * b.shape[1] > MATMUL_SMALL[copied]
 
 
 def _matmul_vec(x):

@@ -35,7 +35,6 @@ PERSISTENT_MATMUL_ACC = {
 PERSISTENT_MATMUL_TILES = [
     (128, 256, 64, 8, 4),
     (256, 128, 64, 8, 4),
-    (128, 192, 64, 8, 4),
     (128, 128, 64, 4, 6),
     (64, 256, 64, 4, 4),
     (64, 128, 128, 4, 4),
@@ -50,11 +49,14 @@ PERSISTENT_MATMUL_TF32 = [
 ]
 PERSISTENT_MATMUL_STAGES = 3  # the fewest
 # What a plan counts, in the time that a multiprocessor takes for one product
-PERSISTENT_MATMUL_EDGE = 48  # to load an element of an edge, a row or a column
-PERSISTENT_MATMUL_BYTE = 1  # a byte of a or b from memory, for the whole GPU
+PERSISTENT_MATMUL_EDGE = 80  # to load an element of an edge, a row or a column
+PERSISTENT_MATMUL_BYTE = 2  # a byte of a or b from memory, for the whole GPU
 PERSISTENT_MATMUL_PART = 10  # to write and to add an element of a part, as well
 PERSISTENT_MATMUL_ADD = 10**7  # the launch that adds the parts
 PERSISTENT_MATMUL_PARTS = (2, 3, 4, 6, 8, 12, 16)
+# A matrix that is multiplied by as many rows is copied if its own begin at odd
+# multiples of 16 bytes: memory is read 32 bytes at a time.
+PERSISTENT_MATMUL_MANY = 4096
 PERSISTENT_MATMUL_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -91,7 +93,6 @@ def _persistent_matmul_load(
 def _persistent_matmul_sum(
     a_desc,
     b_desc,
-    more_desc,
     off_m,
     off_n,
     off_k,
@@ -106,26 +107,14 @@ def _persistent_matmul_sum(
     BLOCK_K: tl.constexpr = a_desc.block_shape[0 if A_T else 1]
     BLOCK_N: tl.constexpr = b_desc.block_shape[0 if B_T else 1]
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
-    if more_desc is None:
-        for k in range(off_k, off_k + length, BLOCK_K):
-            # The engine fills with zeros past K, so those add nothing.
-            a = _persistent_matmul_load(a_desc, off_m, k, A_T, ACC)
-            b = _persistent_matmul_load(b_desc, k, off_n, B_T, ACC)
-            acc = tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=ACC)
-        # In halves, the store needs half as much shared memory, and the loads
-        # have a stage more.
-        left, right = _persistent_matmul_halves(acc)
-    else:
-        # Edges of a block are powers of two: 192 columns are two blocks.
-        more_n = off_n + BLOCK_N
-        left, right = acc, tl.zeros((BLOCK_M, BLOCK_N // 2), dtype=ACC)
-        for k in range(off_k, off_k + length, BLOCK_K):
-            a = _persistent_matmul_load(a_desc, off_m, k, A_T, ACC)
-            b = _persistent_matmul_load(b_desc, k, off_n, B_T, ACC)
-            more = _persistent_matmul_load(more_desc, k, more_n, B_T, ACC)
-            left = tl.dot(a, b, left, out_dtype=ACC)
-            right = tl.dot(a, more, right, out_dtype=ACC)
-    return left, right
+    for k in range(off_k, off_k + length, BLOCK_K):
+        # The engine fills with zeros past K, so those add nothing.
+        a = _persistent_matmul_load(a_desc, off_m, k, A_T, ACC)
+        b = _persistent_matmul_load(b_desc, k, off_n, B_T, ACC)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=ACC)
+    # In halves, the store needs half as much shared memory, and the loads have
+    # a stage more.
+    return _persistent_matmul_halves(acc)
 
 
 @triton.jit
@@ -161,7 +150,6 @@ def _persistent_matmul_store(
 def _persistent_matmul_kernel(
     a_desc,
     b_desc,
-    more_desc,  # of b: columns of a tile beyond b_desc's block, or None
     c,  # a descriptor or a pointer
     part_ptr,  # None where no sum is split
     stride_cm,
@@ -179,23 +167,22 @@ def _persistent_matmul_kernel(
     BLOCK_M: tl.constexpr = a_desc.block_shape[1 if A_T else 0]
     BLOCK_K: tl.constexpr = a_desc.block_shape[0 if A_T else 1]
     BLOCK_N: tl.constexpr = b_desc.block_shape[0 if B_T else 1]
-    LEFT: tl.constexpr = BLOCK_N if more_desc is not None else BLOCK_N // 2
-    TILE_N: tl.constexpr = LEFT + BLOCK_N // 2
+    HALF: tl.constexpr = BLOCK_N // 2
     tiles_m = tl.cdiv(M, BLOCK_M)
-    tiles_n = tl.cdiv(b_desc.shape[0 if B_T else 1], TILE_N)
+    tiles_n = tl.cdiv(b_desc.shape[0 if B_T else 1], BLOCK_N)
     first, programs = tl.program_id(axis=0), tl.num_programs(axis=0)
     # Flattened, the loads of the next tile begin before this one is stored.
     for tile in tl.range(first, whole, programs, flatten=True):
         pid_m, pid_n = _persistent_matmul_place(tile, tiles_m, tiles_n)
         # Rows and columns fit int32, whatever their product is.
-        off_m, off_n = pid_m * BLOCK_M, pid_n * TILE_N
+        off_m, off_n = pid_m * BLOCK_M, pid_n * BLOCK_N
         left, right = _persistent_matmul_sum(
-            *(a_desc, b_desc, more_desc, off_m, off_n, 0, K),
+            *(a_desc, b_desc, off_m, off_n, 0, K),
             *(A_T, B_T, ACC, PRECISION),
         )
         _persistent_matmul_store(c, left, off_m, off_n, M, stride_cm, VEC)
         _persistent_matmul_store(
-            c, right, off_m, off_n + LEFT, M, stride_cm, VEC
+            c, right, off_m, off_n + HALF, M, stride_cm, VEC
         )
     # The last tiles leave multiprocessors idle, so each is for several
     # programs, with a part of K for each.
@@ -204,18 +191,40 @@ def _persistent_matmul_kernel(
             tile = whole + item % tail
             pid_m, pid_n = _persistent_matmul_place(tile, tiles_m, tiles_n)
             length = steps * BLOCK_K
-            off_m, off_n = pid_m * BLOCK_M, pid_n * TILE_N
+            off_m, off_n = pid_m * BLOCK_M, pid_n * BLOCK_N
             left, right = _persistent_matmul_sum(
-                *(a_desc, b_desc, more_desc, off_m, off_n),
+                *(a_desc, b_desc, off_m, off_n),
                 *(item // tail * length, length, A_T, B_T, ACC, PRECISION),
             )
-            rows = tl.arange(0, BLOCK_M)[:, None] * TILE_N
+            rows = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N
             part_ptrs = (
-                part_ptr + tl.cast(item, tl.int64) * BLOCK_M * TILE_N + rows
+                part_ptr + tl.cast(item, tl.int64) * BLOCK_M * BLOCK_N + rows
             )
-            tl.store(part_ptrs + tl.arange(0, LEFT)[None, :], left)
-            columns = LEFT + tl.arange(0, BLOCK_N // 2)[None, :]
+            tl.store(part_ptrs + tl.arange(0, HALF)[None, :], left)
+            columns = HALF + tl.arange(0, HALF)[None, :]
             tl.store(part_ptrs + columns, right)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _persistent_matmul_copy_kernel(
+    x_ptr,
+    out_ptr,
+    M,
+    N,
+    stride_xm,
+    stride_om,
+    VEC: tl.constexpr,  # divides N and stride_xm: elements of a load
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    N, stride_xm = N // VEC * VEC, stride_xm // VEC * VEC
+    pid, across = tl.program_id(axis=0), tl.cdiv(N, COLUMNS)
+    offs_m = (pid // across * ROWS + tl.arange(0, ROWS))[:, None]  # (ROWS, 1)
+    offs_n = (pid % across * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    mask = (offs_m < M) & (offs_n < N)
+    offs_m = offs_m.to(tl.int64)
+    x = tl.load(x_ptr + offs_m * stride_xm + offs_n, mask=mask)
+    tl.store(out_ptr + offs_m * stride_om + offs_n, x, mask=mask)
 
 
 @triton.jit(do_not_specialize=["M", "whole", "tail"])
@@ -275,8 +284,7 @@ def _persistent_matmul_gpu(device):
 def _persistent_matmul_stages(tile, itemsize, shared):
     """Return how many stages a tile has, as far as shared memory has room."""
     BLOCK_M, BLOCK_N, BLOCK_K, _, most = tile
-    # Of the tile that is stored: a half, or 128 of 192 columns
-    half = BLOCK_M * triton.next_power_of_2(BLOCK_N) // 2 * itemsize
+    half = BLOCK_M * BLOCK_N // 2 * itemsize  # of the tile that is stored
     stage = (BLOCK_M + BLOCK_N) * BLOCK_K * itemsize
     free = shared - half - 1024  # barriers take less
     return min(most, free // stage)
@@ -353,15 +361,15 @@ def _persistent_matmul_check(a, b, input_precision):
         )
 
 
-def _persistent_matmul_padded(length, itemsize):
+def _persistent_matmul_padded(length, itemsize, most=16):
     """Return the elements of a row, and what lies before the next one."""
-    unit = 16 // itemsize
+    unit = most // itemsize
     return (length + unit - 1) // unit * unit
 
 
-def _persistent_matmul_rows(M, N, like):
-    """Return a new matrix whose rows begin at multiples of 16 bytes."""
-    stride = _persistent_matmul_padded(N, like.element_size())
+def _persistent_matmul_rows(M, N, like, most=16):
+    """Return a new matrix whose rows begin at multiples of ``most`` bytes."""
+    stride = _persistent_matmul_padded(N, like.element_size(), most)
     # The engine stores 16 bytes at a time, so the last row has its padding too.
     return like.new_empty(M, stride)[:, :N]
 
@@ -381,18 +389,46 @@ def _persistent_matmul_turned(x, begin):
     return None
 
 
-def _persistent_matmul_side(x, begin):
+def _persistent_matmul_copy(out, x, kernel=_persistent_matmul_copy_kernel):
+    """Copy x to out, both of contiguous rows if x is, and return out."""
+    if x.stride(1) != 1:
+        return out.copy_(x)
+    (M, N), stride, ROWS, COLUMNS = x.shape, x.stride(0), 16, 512
+    grid = (triton.cdiv(M, ROWS) * triton.cdiv(N, COLUMNS),)
+    unit = 16 // x.element_size()
+    VEC = math.gcd(N, stride, unit) if x.data_ptr() % 16 == 0 else 1
+    with torch.accelerator.device_index(x.device.index):
+        kernel[grid](
+            x,
+            out,
+            M,
+            N,
+            stride,
+            out.stride(0),
+            VEC=VEC,
+            ROWS=ROWS,
+            COLUMNS=COLUMNS,
+            num_warps=8,
+        )
+    return out
+
+
+def _persistent_matmul_side(x, begin, others=0, copy=torch.Tensor.copy_):
     """Return x or x.T, with rows that the engine takes, and whether it is x.T.
 
-    If it takes neither, a copy is returned.
+    If it takes neither, a copy is returned, as well as if it takes it slowly,
+    and there are many ``others`` that it is multiplied by.
     """
     turned = _persistent_matmul_turned(x, begin)
-    if turned is not None:
-        return x.T if turned else x, turned
-    # Adjacent elements stay adjacent: a copy that transposes is slower.
-    turned = x.stride(0) == 1 and x.stride(1) != 1
+    taken = turned is not None
+    if not taken:
+        # Adjacent elements stay adjacent: a copy that transposes is slower.
+        turned = x.stride(0) == 1 and x.stride(1) != 1
     side = x.T if turned else x
-    return _persistent_matmul_rows(*side.shape, side).copy_(side), turned
+    slow = others >= PERSISTENT_MATMUL_MANY and side.shape[0] > 1
+    if taken and not (slow and side.stride(0) * side.element_size() % 32):
+        return side, turned
+    return copy(_persistent_matmul_rows(*side.shape, side, 128), side), turned
 
 
 def _persistent_matmul_descriptor(side, block_shape):
@@ -416,8 +452,9 @@ def _persistent_matmul_run(a, b, c, input_precision):
     """Store a @ b in c, whose rows are contiguous."""
     multiprocessors, shared = _persistent_matmul_gpu(a.device)
     (M, K), (N, size) = a.shape, (b.shape[1], a.element_size())
-    side_a, A_T = _persistent_matmul_side(a, a.data_ptr())
-    side_b, B_T = _persistent_matmul_side(b, b.data_ptr())
+    copy = _persistent_matmul_copy
+    side_a, A_T = _persistent_matmul_side(a, a.data_ptr(), N, copy)
+    side_b, B_T = _persistent_matmul_side(b, b.data_ptr(), M, copy)
     tiles = PERSISTENT_MATMUL_TILES if size == 2 else PERSISTENT_MATMUL_WIDE
     if input_precision != "ieee" and a.dtype == torch.float32:
         tiles = PERSISTENT_MATMUL_TF32
@@ -425,15 +462,12 @@ def _persistent_matmul_run(a, b, c, input_precision):
         M, N, K, (*tiles,), size, multiprocessors, shared
     )
     (m, n, k, num_warps, _), num_stages, whole, tail, parts, steps = plan
-    # Of 192 columns, 128 and 64
-    left = n if n & (n - 1) == 0 else n // 3 * 2
     ACC = PERSISTENT_MATMUL_ACC[a.dtype]
     part = None
     if tail > 0:
         wide = torch.float64 if size == 8 else torch.float32
         part = a.new_empty(parts * tail * m * n, dtype=wide)
-    # The store of 128 columns and of 64 would take two descriptors.
-    by_engine = left == n and c.stride(0) * size % 16 == 0
+    by_engine = c.stride(0) * size % 16 == 0
     describe = _persistent_matmul_descriptor
     # Triton launches on the current GPU, which may not be that of a.
     with torch.accelerator.device_index(a.device.index):
@@ -441,13 +475,10 @@ def _persistent_matmul_run(a, b, c, input_precision):
             # No descriptor is made in a thread without CUDA's context. Autograd
             # has threads of its own. The first work of one may be ours.
             PERSISTENT_MATMUL_THREAD.begun = torch.zeros(1, device=a.device)
-        more = n - left
-        _persistent_matmul_kernel[
-            (min(multiprocessors, whole + tail * parts),)
-        ](
+        programs = min(multiprocessors, whole + tail * parts)
+        _persistent_matmul_kernel[(programs,)](
             describe(side_a, [k, m] if A_T else [m, k]),
-            describe(side_b, [left, k] if B_T else [k, left]),
-            describe(side_b, [more, k] if B_T else [k, more]) if more else None,
+            describe(side_b, [n, k] if B_T else [k, n]),
             describe(c, [m, n // 2]) if by_engine else c,
             part,
             c.stride(0),
@@ -488,9 +519,10 @@ def persistent_matmul(
     engine takes a matrix with rows or columns of adjacent elements that begin
     at multiples of 16 bytes: so do those of a new contiguous matrix with rows
     of such a length, and of its transpose. Any other matrix is copied in each
-    product, with less than 16 bytes of padding a row: 4096 x 2047 numbers of
-    half precision are 16 MB to read and 16 MB to write. If you can, keep a
-    weight of such a length with padded rows instead.
+    product, to rows at multiples of 128 bytes: 4096 x 2047 numbers of half
+    precision are 16 MB to read and 16 MB to write. Rows at odd multiples of 16
+    bytes are taken, and copied if 4096 or more rows are multiplied by them. If
+    you can, keep a weight of such a length with padded rows instead.
 
     ``input_precision`` is for float32, the other dtypes ignore it: "ieee"
     multiplies all 24 bits, without tensor cores; "tf32" gives 11 of them to the

@@ -200,6 +200,19 @@ def _quantize_store(ptr, y, pid_m, pid_n, M, N):
 
 
 @triton.jit
+def _quantize_apart(y, size):
+    """Return y, times a number that is 1, which the compiler does not know.
+
+    If numbers that one instruction has cast to float8 are stored both as they
+    are and transposed, ptxas of CUDA 12.9 stores others:
+    https://github.com/triton-lang/triton/issues/11111
+    """
+    if y.dtype == tl.float32:
+        y *= tl.where(size < 0, 2.0, 1.0)
+    return y
+
+
+@triton.jit
 def _quantize_tensor(tensor_ptr, out_ptr, SCALING: tl.constexpr):
     """Return the scale of the whole tensor, of which a copy is stored."""
     tensor = None
@@ -269,7 +282,8 @@ def _quantize_kernel(
         y = _quantize_values(
             x, inverse, BN, BM, MAX, MANTISSA, BIAS, WIDTH, LAST, CAST, CLAMP
         )
-        _quantize_store(out_t_ptr, tl.trans(y), pid_n, pid_m, N, M)
+        y = tl.trans(_quantize_apart(y, M + stride_xm))
+        _quantize_store(out_t_ptr, y, pid_n, pid_m, N, M)
         blocks_m, blocks_n = tl.cdiv(M, BN), tl.cdiv(N, BM)
         scale = tl.trans(scale)
         _quantize_store(scale_t_ptr, scale, pid_n, pid_m, blocks_n, blocks_m)
@@ -414,7 +428,8 @@ def _quantize_with_kernel(
     )
     _quantize_store(out_ptr, y, pid_m, pid_n, M, N)
     if out_t_ptr is not None:
-        _quantize_store(out_t_ptr, tl.trans(y), pid_n, pid_m, N, M)
+        y = tl.trans(_quantize_apart(y, M + stride_xm))
+        _quantize_store(out_t_ptr, y, pid_n, pid_m, N, M)
 
 
 @triton.jit

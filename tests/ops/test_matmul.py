@@ -58,6 +58,7 @@ PRODUCT = Case(
     matrices,
     exact,
     autocast="asked",
+    settings={"MATMUL_SMALL": (0, 0)},  # through the copy engine, where there is one
     sizes=SIZES,
     small=(3, 4, 5),
     many=(4099, 4099, 65),
@@ -186,29 +187,35 @@ def test_width_of_loads(taken: ModuleType, dtype: torch.dtype) -> None:
         assert taken._matmul_vec(x) == tuple(min(number, 16 // dtype.itemsize) for number in vec)
 
 
-# M, N, K, how a and b lie, and whether the copy engine loads them on Hopper: where a copy to padded rows is needed, it
-# is for more than 32 rows of the other matrix.
+# M, N, K, how a and b lie, and whether the copy engine loads them on Hopper: not if that is little work, and where a
+# copy to padded rows is needed, only for more than 8 rows of the other matrix.
 WAYS = [
     (5000, 5000, 5000, "nn", True),
     (5000, 5000, 5000, "tt", True),
     (40, 9216, 3072, "nt", True),
-    (1, 8, 8, "nn", True),
+    (1, 8, 8, "nn", False),
+    (512, 256, 256, "nn", False),
+    (512, 256, 264, "nn", True),
     (4096, 4095, 4096, "nn", True),  # b's rows are odd, a's are not, and M is large
-    (33, 4095, 4096, "nn", True),
-    (32, 4095, 4096, "nn", False),
-    (32, 4095, 4096, "nt", True),  # b lies along K, and no row is odd
-    (32, 4096, 4095, "tn", True),
-    (32, 4096, 4095, "nn", True),  # a is copied, for 4096 columns
-    (32, 4096, 4095, "nt", False),
-    (4096, 32, 4095, "nt", False),
-    (4096, 33, 4095, "nt", True),
-    (4095, 32, 4096, "tn", False),
+    (400, 401, 400, "nn", False),
+    (1000, 401, 400, "nn", True),
+    (9, 4095, 4096, "nn", True),
+    (8, 4095, 4096, "nn", False),
+    (8, 4095, 4096, "nt", True),  # b lies along K, and no row is odd
+    (8, 4096, 4095, "tn", True),
+    (8, 4096, 401, "tn", False),
+    (16, 4096, 4095, "tn", True),
+    (16, 4096, 4095, "nn", True),
+    (8, 4096, 4095, "nt", False),
+    (4096, 8, 4095, "nt", False),
+    (4096, 9, 4095, "nt", True),
+    (4095, 8, 4096, "tn", False),
 ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32], ids=str)
 def test_way(taken: ModuleType, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    """Half precision and TF32 go through the engine where there is one, if no large copy is for few rows."""
+    """Half precision and TF32 go through the engine, if it is much work, and no copy is for few rows."""
     monkeypatch.setattr(taken, "_matmul_gpu", lambda _: (True, 132))
     for M, N, K, how, by_engine in WAYS:
         a, b = (
@@ -217,7 +224,7 @@ def test_way(taken: ModuleType, monkeypatch: pytest.MonkeyPatch, dtype: torch.dt
         )
         a, b = (x.T if t else x for x, t in zip((a, b), LAYOUTS[how], strict=True))
         assert taken._matmul_by_engine(a, b, "ieee") == by_engine, (M, N, K, how)
-    x = torch.empty(64, 64, dtype=dtype, device=DEVICE)
+    x = torch.empty(512, 512, dtype=dtype, device=DEVICE)
     assert [taken._matmul_by_engine(x, x, precision) for precision in ("ieee", "tf32", "tf32x3")] == [False, True, True]
     assert not taken._matmul_by_engine(x.double(), x.double(), "tf32")
     monkeypatch.setattr(taken, "_matmul_gpu", lambda _: (False, 132))
@@ -246,12 +253,13 @@ def test_parts(
     """Sums of the last tiles are split, in whole rounds before them and without, and rows of any length are right."""
     monkeypatch.setattr(taken, "PERSISTENT_MATMUL_ADD", 0)
     monkeypatch.setattr(taken, "PERSISTENT_MATMUL_PART", 0)
-    monkeypatch.setattr(taken, "PERSISTENT_MATMUL_TILES", [(64, 64, 32, 4, 4), (64, 192, 32, 4, 4)])
+    monkeypatch.setattr(taken, "PERSISTENT_MATMUL_TILES", [(64, 64, 32, 4, 4), (64, 128, 32, 4, 4)])
     monkeypatch.setattr(taken, "MATMUL_TILES", {size: [(64, 64, 32, 4, 3)] for size in (2, 4, 8)})
     monkeypatch.setattr(taken, "MATMUL_NARROW", [(64, 64, 32, 4, 3)])
     plan, plans = taken._persistent_matmul_plan, []
     monkeypatch.setattr(taken, "_persistent_matmul_plan", lambda *given: plans.append(plan(*given)) or plans[-1])
     monkeypatch.setattr(taken, "_matmul_gpu", lambda _: (by_engine, 5))
+    monkeypatch.setattr(taken, "MATMUL_SMALL", (0, 0))
     monkeypatch.setattr(taken, "_persistent_matmul_gpu", lambda _: (5, 227 * 1024))
     for M, N, K in ((130, 120, 200), (130, 121, 136), (40, 40, 400)):
         lie = (Layout("contiguous", k).make(shape, dtype, DEVICE) for k, shape in enumerate([(M, K), (K, N)]))

@@ -230,6 +230,20 @@ def test_transpose_float32(taken: ModuleType, M: int, N: int, block_size: tuple[
         equal(out, expected)
 
 
+@pytest.mark.parametrize("wide", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("block_size", [(-1, -1), (128, 128), (1, 128)], ids=str)
+@pytest.mark.parametrize("dtype", [E4M3, E5M2, torch.int8], ids=str)
+def test_transpose_of_whole_tiles_float32(
+    taken: ModuleType, wide: torch.dtype, block_size: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """The same in tiles without edges, whose stores ptxas of CUDA 12.9 mixed up."""
+    x = problem(512, 256, wide)
+    results = taken.quantize_with_transpose(x, block_size, dtype)
+    apart = taken.quantize(x, block_size, dtype) + taken.quantize(x.T.contiguous(), block_size, dtype)
+    for out, expected in zip(results, apart, strict=True):
+        equal(out, expected)
+
+
 @pytest.mark.parametrize("dtype", [E4M3, E5M2, FP4], ids=str)
 @given(M=st.integers(1, 9), half=st.integers(1, 300), layout=layouts())
 def test_mx_float32(taken: ModuleType, dtype: torch.dtype, M: int, half: int, layout: Layout) -> None:
