@@ -227,10 +227,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # .. code-block:: text
 #
-#                      a     b     x     y     a x.T     b y.T    ds x
+#     pass             a     b     x     y     a x.T     b y.T    ds x
 #
-#     pass of keys     k     v     q     do    s.T       dp.T     dk
-#     pass of queries  q     do    k     v     s         dp       dq
+#     of keys          k     v     q     do    s.T       dp.T     dk
+#     of queries       q     do    k     v     s         dp       dq
 #
 # In both passes the scores come out as the next product needs them. The first
 # one has one more product, ``p y``, for ``dv``. ``lse`` and ``delta`` belong to

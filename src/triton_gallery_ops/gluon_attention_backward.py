@@ -44,9 +44,6 @@ GLUON_ATTENTION_BACKWARD_TILES = {
     64: [(128, 4), (128, 4)],
     128: [(64, 4), (128, 2)],
 }
-# With one pass, programs of keys add their parts of dq up in memory: five
-# products instead of seven, in an order that differs from call to call.
-GLUON_ATTENTION_BACKWARD_PASSES = 2
 # Triton 3.8 renamed the two copies, and 3.9 refuses the older names.
 _gluon_attention_backward_load = (
     getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -104,8 +101,8 @@ def _gluon_attention_backward_produce(
 ):
     a_desc, b_desc, x_desc, y_desc, stats_desc = descs
     batch, head, row, other, members, first, end = place
-    a, b, x, y, stats, _ = tiles
-    kept, full, empty, _ = ring
+    a, b, x, y, stats = tiles
+    kept, full, empty = ring
     STAGES: gl.constexpr = x.shape[0]
     ROWS: gl.constexpr = a_desc.block_shape[2]
     BLOCK: gl.constexpr = x_desc.block_shape[2]
@@ -156,52 +153,11 @@ def _gluon_attention_backward_hide(
     offs = row + gl.arange(0, p.shape[0], gl.SliceLayout(1, TILE))[:, None]
     along = start + gl.arange(0, p.shape[1], gl.SliceLayout(0, TILE))[None, :]
     if KEYS:
-        # A key past the end has a row of its own, and is in no other sum than
-        # that of dq.
-        last = gl.minimum(along, LK - 1) if CAUSAL else LK - 1
-        return gl.where(offs <= last, p, 0.0)
+        # A key past the end has a row of its own, which is in no other sum.
+        return gl.where(offs <= along, p, 0.0)
     # A key past the end is zeros: its score is 0, and its weight may be inf.
     last = gl.minimum(offs, LK - 1) if CAUSAL else LK - 1
     return gl.where(along <= last, p, 0.0)
-
-
-@gluon.jit
-def _gluon_attention_backward_part(HALF: gl.constexpr, ds, k, n):
-    """Return a part of dq, of 64 x 64, for which all keys are summed."""
-    ROWS: gl.constexpr = ds.shape[1]
-    BLOCK: gl.constexpr = ds.shape[2]
-    PART: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], [gl.num_warps(), 1], [16, 64, 16]
-    )
-    part = gl.zeros((64, 64), gl.float32, PART)
-    for half in gl.static_range(2):
-        left = ds.index(n % 2 * 2 + half).permute([1, 0])  # (BLOCK, ROWS)
-        right = k.index(half).reshape([ROWS, k.shape[4]])
-        # A consumer has 64 of the queries, or 64 of the columns.
-        if BLOCK == 128:
-            left = left.slice(HALF * 64, 64, dim=0)
-        else:
-            right = right.slice(HALF * 64, 64, dim=1)
-        part = warpgroup_mma(left, right, part, is_async=True)
-    return part
-
-
-@gluon.jit
-def _gluon_attention_backward_add(
-    HALF: gl.constexpr, part, dq_ptr, rows, BLOCK: gl.constexpr, D: gl.constexpr
-):
-    """Add a part of dq to what other programs have added up."""
-    PART: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], [gl.num_warps(), 1], [16, 64, 16]
-    )
-    offs_m = gl.arange(0, 64, gl.SliceLayout(1, PART))[:, None]
-    offs_d = gl.arange(0, 64, gl.SliceLayout(0, PART))[None, :]
-    if BLOCK == 128:
-        offs_m += HALF * 64
-    else:
-        offs_d += HALF * 64
-    dq_ptrs = dq_ptr + offs_m * D + offs_d  # (64, 64)
-    gl.atomic_add(dq_ptrs, part, mask=offs_m < rows, sem="relaxed")
 
 
 @gluon.jit
@@ -220,7 +176,6 @@ def _gluon_attention_backward_weigh(
     TILE: gl.constexpr,
     CAUSAL: gl.constexpr,
     KEYS: gl.constexpr,
-    ADD: gl.constexpr,
 ):
     """Return weights, and their gradients, whose product is in flight."""
     a, b, x, y = operands
@@ -240,8 +195,6 @@ def _gluon_attention_backward_weigh(
     # Few tiles are at the diagonal or at the end of the keys.
     if KEYS:
         masked = start < row + ROWS - 1 if CAUSAL else False
-        if ADD:
-            masked = (row + ROWS > LK) | masked
     else:
         masked = start + BLOCK > (gl.minimum(LK, row) if CAUSAL else LK)
     if masked:
@@ -270,18 +223,12 @@ def _gluon_attention_backward_end(
 
 @gluon.jit
 def _gluon_attention_backward_consume(
-    HALF: gl.constexpr,
-    both,
-    CAUSAL: gl.constexpr,
-    KEYS: gl.constexpr,
-    ADD: gl.constexpr,
+    HALF: gl.constexpr, both, CAUSAL: gl.constexpr, KEYS: gl.constexpr
 ):
-    descs, stats_ptr, dq_ptr, place, tiles, ring, LQ, LK, scale, log_scale = (
-        both
-    )
+    descs, stats_ptr, place, tiles, ring, LQ, LK, scale, log_scale = both
     batch, head, row, _, members, first, end = place
-    a_tiles, b_tiles, x_tiles, y_tiles, stats, ds_tiles = tiles
-    kept, full, empty, ready = ring
+    a_tiles, b_tiles, x_tiles, y_tiles, stats = tiles
+    kept, full, empty = ring
     STAGES: gl.constexpr = x_tiles.shape[0]
     ROWS: gl.constexpr = a_tiles.shape[3]
     BLOCK: gl.constexpr = x_tiles.shape[3]
@@ -308,7 +255,7 @@ def _gluon_attention_backward_consume(
         delta = gl.load(delta_ptrs, offs_m < LQ, 0.0)[:, None]
     mbarrier.wait(kept, 0)
     n = 0
-    for member in range(members):
+    for _member in range(members):
         for start in range(first, end, BLOCK):
             stage = n % STAGES
             mbarrier.wait(full.index(stage), n // STAGES & 1)
@@ -322,7 +269,6 @@ def _gluon_attention_backward_consume(
                 TILE,
                 CAUSAL,
                 KEYS,
-                ADD,
             )
             if KEYS:
                 # The first operand stays in the registers that it is in.
@@ -335,34 +281,14 @@ def _gluon_attention_backward_consume(
             else:
                 dp = warpgroup_mma_wait(0, deps=(dp,))
             ds = (p * (dp - delta)).to(dtype)
-            if ADD:
-                # Two buffers take turns: when both consumers have stored step
-                # n - 1, both are done with step n - 2.
-                ds_tiles.index(n % 2 * 2 + HALF).store(ds)
-                fence_async_shared()  # what threads wrote, wgmma reads
-                mbarrier.arrive(ready)
             ds = gl.convert_layout(ds, FIRST)
             da = warpgroup_mma(ds, x, da, is_async=True)
-            if ADD:
-                mbarrier.wait(ready, n & 1)
-                part = _gluon_attention_backward_part(
-                    HALF, ds_tiles, a_tiles, n
-                )
-                da, db, part = warpgroup_mma_wait(0, deps=(da, db, part))
-                first_row = (member * LQ + start).to(gl.int64)
-                _gluon_attention_backward_add(
-                    HALF, part, dq_ptr + first_row * D, LQ - start, BLOCK, D
-                )
-            elif KEYS:
+            if KEYS:
                 da, db = warpgroup_mma_wait(0, deps=(da, db))
             else:
                 da = warpgroup_mma_wait(0, deps=(da,))
             mbarrier.arrive(empty.index(stage))
             n += 1
-    if ADD:
-        # The other consumer may not be done with these keys.
-        mbarrier.arrive(ready)
-        mbarrier.wait(ready, n & 1)
     _gluon_attention_backward_end(
         HALF, descs, (da * scale, db), tiles, (batch, head, row), KEYS
     )
@@ -376,7 +302,6 @@ def _gluon_attention_backward_kernel(
     y_desc,
     stats_desc,
     stats_ptr,
-    dq_ptr,
     da_desc,
     db_desc,
     scale,
@@ -384,7 +309,6 @@ def _gluon_attention_backward_kernel(
     group,
     KEYS: gl.constexpr,
     CAUSAL: gl.constexpr,
-    ADD: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     ROWS: gl.constexpr = a_desc.block_shape[2]
@@ -398,18 +322,11 @@ def _gluon_attention_backward_kernel(
     x = gl.allocate_shared_memory(dtype, x_shape, x_desc.layout)
     y = gl.allocate_shared_memory(dtype, x_shape, y_desc.layout)
     stats = gl.allocate_shared_memory(gl.float32, s_shape, stats_desc.layout)
-    d_shape: gl.constexpr = [4 if ADD else 1, ROWS, BLOCK if ADD else 16]
-    d_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
-        [ROWS, BLOCK if ADD else 16], dtype
-    )
-    ds = gl.allocate_shared_memory(dtype, d_shape, d_layout)
     kind: gl.constexpr = mbarrier.MBarrierLayout()
-    ready = gl.allocate_shared_memory(gl.int64, [1], kind)
     kept = gl.allocate_shared_memory(gl.int64, [1], kind)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], kind)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], kind)
     mbarrier.init(kept, count=1)
-    mbarrier.init(ready, count=2)  # both consumers have stored a step
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)  # the producer's expect
         mbarrier.init(empty.index(stage), count=2)  # one of each consumer
@@ -425,11 +342,6 @@ def _gluon_attention_backward_kernel(
         if CAUSAL:
             first = row // BLOCK * BLOCK
         members = group
-        dq_ptr += (
-            (batch * x_desc.shape[1] + other).to(gl.int64)
-            * LQ
-            * a_desc.block_shape[3]
-        )
     else:
         LQ, LK = L, end
         row, first = (blocks - 1 - pid % blocks) * 2 * ROWS, 0
@@ -439,26 +351,15 @@ def _gluon_attention_backward_kernel(
         stride = gl.cdiv(LQ, 4) * 4
         stats_ptr += 2 * (batch * heads + head).to(gl.int64) * stride
     place = batch, head, row, other, members, first, end
-    tiles, ring = (a, b, x, y, stats, ds), (kept, full, empty, ready)
+    tiles, ring = (a, b, x, y, stats), (kept, full, empty)
     descs = (a_desc, b_desc, x_desc, y_desc, stats_desc)
     grads = (da_desc, db_desc)
-    both = (
-        grads,
-        stats_ptr,
-        dq_ptr,
-        place,
-        tiles,
-        ring,
-        LQ,
-        LK,
-        scale,
-        scale_2,
-    )
+    both = (grads, stats_ptr, place, tiles, ring, LQ, LK, scale, scale_2)
     gl.warp_specialize(
         [
             # Passed here, and not inside ``both``, to stay constants
-            (_gluon_attention_backward_consume, (0, both, CAUSAL, KEYS, ADD)),
-            (_gluon_attention_backward_consume, (1, both, CAUSAL, KEYS, ADD)),
+            (_gluon_attention_backward_consume, (0, both, CAUSAL, KEYS)),
+            (_gluon_attention_backward_consume, (1, both, CAUSAL, KEYS)),
             (
                 _gluon_attention_backward_produce,
                 (descs, place, tiles, ring, KEYS),
@@ -584,16 +485,10 @@ def _gluon_attention_backward_launch(
             BLOCK_M=32,
         )
         describe = _gluon_attention_backward_descriptor
-        # What programs add up depends on their order.
-        one = GLUON_ATTENTION_BACKWARD_PASSES == 1
-        ADD = one and not torch.are_deterministic_algorithms_enabled()
-        sums = q.new_zeros(q.shape, dtype=torch.float32) if ADD else dq
-        for KEYS in (True,) if ADD else (True, False):
+        for KEYS in (True, False):
             kept, along = ((k, v), (q, do)) if KEYS else ((q, do), (k, v))
             grads = (dk, dv) if KEYS else (dq, dq)
             BLOCK, STAGES = GLUON_ATTENTION_BACKWARD_TILES[D][not KEYS]
-            if ADD:
-                STAGES = 3  # gradients of scores take the room of another
             stats_layout = gl.NVMMASharedLayout(0, 32, rank=4)
             stats_desc = GluonDescriptor(
                 stats,
@@ -610,20 +505,16 @@ def _gluon_attention_backward_launch(
                 *(describe(t, BLOCK) for t in along),
                 stats_desc,
                 stats,
-                sums,
                 *(describe(t, rows) for t in grads),
                 float(scale),
                 scale * math.log2(math.e),  # exp(x) is exp2(x * log2(e))
                 heads // k.shape[1],
                 KEYS=KEYS,
                 CAUSAL=causal,
-                ADD=ADD,
                 STAGES=STAGES,
                 num_warps=4,  # of the first consumer
                 maxnreg=168,  # of all three warpgroups, before they are moved
             )
-        if ADD:
-            torch.mul(sums, scale, out=dq)
     return dq, dk, dv
 
 

@@ -276,10 +276,6 @@ class Shared:
         """Read it in another order."""
         return Shared(self.view.permute(order), None, self.integers)
 
-    def slice(self, start: int, length: int, dim: int = 0) -> "Shared":
-        """Return a part of it."""
-        return Shared(self.view.narrow(dim, start, length), None, self.integers)
-
     def load(self, _: Any) -> Values:
         """Read it to registers."""
         for event in MACHINE.later:
@@ -442,13 +438,6 @@ def _store_registers(pointers: Pointer, values: Values, mask: Values | None = No
     pointers.memory[pointers.places[kept]] = values.values[kept]
 
 
-def _add_in_memory(pointers: Pointer, values: Values, mask: Values, sem: str) -> None:
-    assert sem == "relaxed"
-    kept = mask.values.expand(pointers.places.shape)
-    numbers = values.values[kept].to(pointers.tensor.dtype)
-    pointers.memory.index_put_((pointers.places[kept],), numbers, accumulate=True)
-
-
 def _scalar(values: torch.Tensor) -> Any:
     """Return an integer that all threads have as such."""
     is_integer = values.ndim == 0 and not values.is_floating_point()
@@ -606,7 +595,6 @@ gl = SimpleNamespace(
     arange=_arange,
     load=_load_registers,
     store=_store_registers,
-    atomic_add=_add_in_memory,
     convert_layout=lambda values, layout: values,
     static_range=_static_range,
     static_assert=_static_assert,

@@ -41,7 +41,9 @@ ORDER = (
 
 @pytest.fixture(scope="module")
 def modelled(gallery: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
-    """Return the recipe with a model in place of Gluon."""
+    """Return the recipe with a model in place of Gluon, where its plain kernel is interpreted."""
+    if DEVICE.type == "cuda":
+        pytest.skip("the kernel of delta is compiled where there is a GPU, and takes no tensors of the CPU")
     source = (gallery / RECIPE).read_text().replace('= "triton_gallery"', '= "modelled"')
     recipe = gluon_model.load(source, tmp_path_factory.mktemp("modelled") / "modelled_attention_backward.py")
     with pytest.MonkeyPatch.context() as patch:
@@ -81,13 +83,11 @@ CONTRACT = [
 ]
 
 
-def assert_gradients(module: ModuleType, *arguments: Any, passes: int = 2) -> None:
+def assert_gradients(module: ModuleType, *arguments: Any) -> None:
     """Assert that gradients are right, whole, and written nowhere else."""
     expected = exact_backward(*in_float64(arguments))
     tensors, (causal, scale) = arguments[:6], arguments[6:]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "GLUON_ATTENTION_BACKWARD_PASSES", passes)
-        results = guarded(partial(module._gluon_attention_backward_launch, causal=causal, scale=scale), *tensors)
+    results = guarded(partial(module._gluon_attention_backward_launch, causal=causal, scale=scale), *tensors)
     for out, right in zip(results, expected, strict=True):
         assert (out.dtype, out.shape) == (tensors[0].dtype, right.value.shape)
         assert out.is_contiguous()
@@ -100,28 +100,26 @@ def assert_gradients(module: ModuleType, *arguments: Any, passes: int = 2) -> No
     dtype=st.sampled_from(HALVES),
     drawn=st.lists(layouts(), min_size=5, max_size=5),
     seed=st.integers(0, 2**31),
-    passes=st.sampled_from([1, 2]),
 )
 def test_accumulator_by_a_model(
-    modelled: ModuleType, size: tuple[Any, ...], dtype: torch.dtype, drawn: list[Layout], seed: int, passes: int
+    modelled: ModuleType, size: tuple[Any, ...], dtype: torch.dtype, drawn: list[Layout], seed: int
 ) -> None:
     """Whatever happens first, the op is right: no wait is for ever, and nothing is written while it is read."""
     gluon_model.SEEDS[0] = seed
-    assert_gradients(modelled, *of_backward(Draw(dtype, drawn, CPU), *size), passes=passes)
+    assert_gradients(modelled, *of_backward(Draw(dtype, drawn, CPU), *size))
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("lengths", [(200, 1000), (1000, 200), (600, 600), (129, 513)], ids=str)
-@pytest.mark.parametrize("passes", [1, 2])
 def test_accumulator_of_many_steps_by_a_model(
-    modelled: ModuleType, lengths: tuple[int, int], D: int, causal: bool, passes: int
+    modelled: ModuleType, lengths: tuple[int, int], D: int, causal: bool
 ) -> None:
     """More steps than buffers, of heads that share keys."""
     for seed in range(2):
         gluon_model.SEEDS[0] = seed
         arguments = of_backward(Draw(torch.float16, device=CPU, seed=seed), 1, 2, 1, *lengths, D, causal)
-        assert_gradients(modelled, *arguments, passes=passes)
+        assert_gradients(modelled, *arguments)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -132,24 +130,7 @@ def test_accumulator_of_large_scores(modelled: ModuleType, causal: bool) -> None
         arguments = of_backward(Draw(torch.float16, device=CPU), 1, 1, 1, 50, 45, 64, causal, 1.0)
         grad, _, _, v, out, *_ = arguments
         lse = exact_with_lse(x.double(), y.double(), v.double(), causal, 1.0)[1].value.float()
-        for passes in (1, 2):
-            assert_gradients(modelled, grad, x, y, v, out, lse, causal, 1.0, passes=passes)
-
-
-def test_accumulator_asked_to_be_deterministic(modelled: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is then added up in memory, whatever the number of passes is otherwise."""
-    added = []
-    add = modelled._gluon_attention_backward_add.fn
-    monkeypatch.setattr(modelled._gluon_attention_backward_add, "fn", lambda *given: added.append(add(*given)))
-    arguments = of_backward(Draw(torch.float16, device=CPU), 1, 2, 1, 70, 150, 64)
-    for asked in (False, True):
-        added.clear()
-        torch.use_deterministic_algorithms(asked)
-        try:
-            assert_gradients(modelled, *arguments, passes=1)
-        finally:
-            torch.use_deterministic_algorithms(False)
-        assert bool(added) != asked
+        assert_gradients(modelled, grad, x, y, v, out, lse, causal, 1.0)
 
 
 def test_accumulator_of_strides(modelled: ModuleType) -> None:
@@ -204,7 +185,7 @@ def test_accumulator_of_nothing(modelled: ModuleType) -> None:
         assert not any(grad.any() for grad in results)
 
 
-def compiled(recipe: ModuleType, *arguments: Any, passes: int = 2) -> list[dict[str, Any]]:
+def compiled(recipe: ModuleType, *arguments: Any) -> list[dict[str, Any]]:
     """Return what the compiler makes of the passes; a GPU is not asked."""
     import triton  # where it is imported first, the choice of the interpreter is made
 
@@ -218,8 +199,6 @@ def compiled(recipe: ModuleType, *arguments: Any, passes: int = 2) -> list[dict[
         patch.setattr(recipe, "_gluon_attention_backward_gpu", lambda _: None)
         patch.setattr(recipe._gluon_attention_backward_delta_kernel, "run", lambda *_, **__: None)
         patch.setattr(kernel, "run", run)
-        patch.setattr(torch, "mul", lambda *_, out: out)
-        patch.setattr(recipe, "GLUON_ATTENTION_BACKWARD_PASSES", passes)
         recipe._gluon_attention_backward_launch(*arguments)
     return [look(triton.knobs.nvidia, built) | {"KEYS": KEYS} for built, KEYS in made]
 
@@ -246,7 +225,6 @@ def look(tools: Any, built: Any) -> dict[str, Any]:
         "loads": len(re.findall(r"cp\.async\.bulk\.tensor\S*global\S*mbarrier", text)),
         "stores": len(re.findall(r"cp\.async\.bulk\.tensor\.4d\.global\.shared", text)),
         "moves": len(re.findall(r"\b(?:ldmatrix|ld\.shared\.v4)", text)),
-        "added": re.findall(r"\bRED\S*", code),
         "order": [next(filter(None, groups)) for groups in re.findall(ORDER, text)],
     }
 
@@ -289,7 +267,7 @@ def test_compiled_code(gallery: Path, on_h100: Ask, look: Any) -> None:
             assert known["moves"] == 0
             # With heads of 64, sums and two tiles of scores leave few registers: some integers are spilled.
             assert known["stack"] <= (32 if D == 64 and known["KEYS"] else 0)
-            assert known["spilled"] <= (12 if D == 64 and known["KEYS"] else 0)
+            assert known["spilled"] <= (13 if D == 64 and known["KEYS"] else 0)
             assert known["shared"] <= ROOM
             # A copy takes 64 columns: of two halves of two tiles, of two tiles of a step; and two rows of numbers.
             assert known["loads"] == 6 * D // 64 + (2 if known["KEYS"] else 0)
@@ -298,33 +276,8 @@ def test_compiled_code(gallery: Path, on_h100: Ask, look: Any) -> None:
             order = " ".join(known["order"])
             assert len(re.findall(r"wait_group( bar\.sync)+ arrive", order)) == 2
             assert "wait_group arrive" not in order
-            # and between what they write of a result, with the fence, and the copy of it.
-            assert len(re.findall(r"fence( bar\.sync)+ cta", order)) == 2
-
-
-def codes_of_one_pass(recipe: ModuleType) -> list[dict[str, Any]]:
-    """Return that of one pass, for both heads."""
-    results = []
-    for D in (64, 128):
-        x = torch.zeros(1, 2, 320, D).half()
-        results += compiled(recipe, *[x] * 5, torch.zeros(1, 2, 320), True, passes=1)
-    return results
-
-
-def test_compiled_one_pass(gallery: Path, on_h100: Ask) -> None:
-    """Five products, of which none waits for itself; two numbers are added at a time; all fits."""
-    (results,) = on_h100(gallery / RECIPE, codes_of_one_pass)
-    for known, D in zip(results, (64, 128), strict=True):
-        # Of each consumer: the product for a part of dq is over 128 keys.
-        BLOCK = 8192 // D
-        assert len(known["wgmma"]) == 2 * (2 * D + 2 * BLOCK + 128) // 16
-        assert known["groups"] == 2 * 6
-        # 64 x 64 numbers by 128 threads, twice
-        assert len(known["added"]) == 2 * 16
-        assert all("64" in name for name in known["added"])
-        assert known["registers"] == 168
-        assert known["stack"] <= 128
-        assert known["shared"] <= ROOM
+            # and between what they write of each result, with the fence, and the copy of it.
+            assert len(re.findall(r"fence( bar\.sync)+ cta", order)) == 2 * sums
 
 
 def refusal(call: Callable[..., object], *arguments: object) -> str:
@@ -493,31 +446,9 @@ BREAKS = [
     ("fewer bytes of kept tiles", "4 * a_desc.block_type.nbytes", "3 * a_desc.block_type.nbytes"),
     ("no bytes of numbers", "2 * x_desc.block_type.nbytes + rest", "2 * x_desc.block_type.nbytes"),
     ("no fence before a store", "fence_async_shared()  # what threads wrote, the", "pass  # what threads wrote, the"),
-    (
-        "no fence before a product",
-        "fence_async_shared()  # what threads wrote, wgmma",
-        "pass  # what threads wrote, wgmma",
-    ),
-    ("consumers do not wait for each other", "                mbarrier.wait(ready, n & 1)\n", ""),
-    ("consumers do not wait at the end", "\n        mbarrier.wait(ready, n & 1)\n", "\n"),
-    (
-        "one buffer of gradients of scores",
-        "ds_tiles.index(n % 2 * 2 + HALF).store(ds)",
-        "ds_tiles.index(HALF).store(ds)",
-    ),
-    ("keys past the end add to dq", "masked = (row + ROWS > LK) | masked", "masked = masked | False"),
-    ("dq of another head", "(batch * x_desc.shape[1] + other).to", "(batch * x_desc.shape[1] + head).to"),
-    ("dq of the first of several heads", "(member * LQ + start).to(gl.int64)", "(start + 0 * member).to(gl.int64)"),
-    (
-        "another half of queries",
-        "            left = left.slice(HALF * 64,",
-        "            left = left.slice(64 - HALF * 64,",
-    ),
-    ("another half of columns", "right = right.slice(HALF * 64,", "right = right.slice(64 - HALF * 64,"),
-    ("additions although asked to be deterministic", "one and not torch.are_deterministic_algorithms_enabled()", "one"),
     ("the end does not wait", "    tma.store_wait(0)  # the shared", "    # the shared"),
     ("both halves have the same rows", "    row += HALF * ROWS\n", ""),
-    ("keys are seen by the query before", "gl.where(offs <= last, p, 0.0)", "gl.where(offs <= last + 1, p, 0.0)"),
+    ("keys are seen by the query before", "gl.where(offs <= along, p, 0.0)", "gl.where(offs <= along + 1, p, 0.0)"),
     ("queries see the next key", "gl.where(along <= last, p, 0.0)", "gl.where(along <= last + 1, p, 0.0)"),
     ("causal queries see keys past the end", "last = gl.minimum(offs, LK - 1) if CAUSAL", "last = offs if CAUSAL"),
     (
