@@ -21,7 +21,7 @@ def main() -> None:
     import torch.distributed._symmetric_memory as symm_mem
 
     from triton_gallery.bench import gpu_time
-    from triton_gallery.ranks import join_ranks
+    from triton_gallery.ranks import join_ranks, replays
     from triton_gallery_ops.all_reduce import all_reduce, all_reduce_check, all_reduce_memory, all_reduce_rms_norm
     from triton_gallery_ops.rms_norm import rms_norm_residual
 
@@ -38,10 +38,10 @@ def main() -> None:
 
     def show(size: str, calls: dict[str, Any]) -> None:
         """Time calls and print a line."""
-        times = gpu_time(calls, prepare=dist.barrier)  # type: ignore[no-untyped-call]
+        times = gpu_time(replays(calls, 20), prepare=dist.barrier)  # type: ignore[no-untyped-call]
         all_reduce_check(memory)
         if rank == 0:
-            shown = ", ".join(f"{name} {1e3 * found[0]:.1f}" for name, found in times.items())
+            shown = ", ".join(f"{name} {1e3 / 20 * found[0]:.1f}" for name, found in times.items())
             print(f"{ranks} ranks, {size}: {shown} us", flush=True)
 
     for size in SIZES:

@@ -126,7 +126,14 @@ def load_op(gallery: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
         op = op_of(recipe_in(gallery / path))
         assert op is not None, f"{path} hands over no op"
         end_ops(module)
-        module = import_code(op.of("taken").code, tmp_path_factory.mktemp("taken") / f"{op.name}_op.py")
+        code = op.of("taken").code
+        for other, (with_ops, _) in TAKEN.items():
+            # An op that is made of others brings them along, and another test may have imported them by themselves.
+            libraries = (name for name, value in vars(with_ops).items() if isinstance(value, torch.library.Library))
+            if any(f"{name} = Library(" in code for name in libraries):
+                end_ops(with_ops)
+                TAKEN[other] = with_ops, None
+        module = import_code(code, tmp_path_factory.mktemp("taken") / f"{op.name}_op.py")
         TAKEN[path] = module, purpose
         return module
 

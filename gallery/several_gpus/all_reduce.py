@@ -49,7 +49,12 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
 
 from triton_gallery.bench import gpu_time, rate_table
-from triton_gallery.ranks import join_ranks, meet_ranks, symmetric_floats
+from triton_gallery.ranks import (
+    join_ranks,
+    meet_ranks,
+    replays,
+    symmetric_floats,
+)
 
 RANK, RANKS = join_ranks()
 
@@ -202,14 +207,22 @@ for N in (1, 1000, 5000):
 # How fast?
 # ---------
 #
-# All ranks are timed together, and a time has in it how long this one waits for
-# the slowest. ``one_shot_all_reduce`` is PyTorch's kernel for symmetric memory.
-# The rate is the size of the tensor over the time.
+# Ranks do not begin at the same moment, and then wait for each other. So we
+# time 20 calls in a row, in a CUDA graph. PyTorch's ``one_shot_all_reduce`` is its
+# kernel for symmetric memory. The rate is the tensor's size over the time.
+
+
+def time_ranks(calls, times=20):
+    """Time each call on all ranks, several in a row."""
+    found = gpu_time(replays(calls, times), prepare=dist.barrier)
+    for name, (*each, late) in found.items():
+        found[name] = *(time / times for time in each), late
+    return found
 
 
 def time_calls(calls_of, sizes, width=4):
     """Time calls for N numbers of a width in bytes, on all ranks."""
-    times = {N: gpu_time(calls_of(N), prepare=dist.barrier) for N in sizes}
+    times = {N: time_ranks(calls_of(N)) for N in sizes}
     assert late.item() == 0, "a rank did not come"
     times = {width * N: found for N, found in times.items()}
     return rate_table(times, "bytes", "GB/s", lambda size: size / 1e6)
@@ -486,7 +499,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
             ),
             "NCCL and PyTorch": lambda of=both_in: in_parts(*of),
         }
-        times[tokens] = gpu_time(calls, prepare=dist.barrier)
+        times[tokens] = time_ranks(calls)
     all_reduce_check(memory)
     results_fused = rate_table(
         times, "tokens", "GB/s", lambda tokens: 2 * 8192 * tokens / 1e6

@@ -46,6 +46,25 @@ def meet_ranks():
         torch.cuda.synchronize()
 
 
+def replays(calls, times):
+    """Return replays of CUDA graphs, each of so many of a call in a row.
+
+    Ranks do not begin at the same moment, and wait for each other. Only the
+    first call of a row waits for that.
+    """
+
+    def graph_of(call):
+        """Return the replay of a graph of a call."""
+        call()  # compiled before the capture
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            for _ in range(times):
+                call()
+        return graph.replay
+
+    return {name: graph_of(call) for name, call in calls.items()}
+
+
 def shared_on_cpu(numel, flags=256):
     """Return memory of all ranks that every rank has in its address space.
 
