@@ -208,7 +208,7 @@ for N in (1, 1000, 5000):
 # ---------
 #
 # Ranks do not begin at the same moment, and then wait for each other. So we
-# time 20 calls in a row, in a CUDA graph. PyTorch's ``one_shot_all_reduce`` is its
+# time 20 calls in a row, in a CUDA graph. ``one_shot_all_reduce`` is PyTorch's
 # kernel for symmetric memory. The rate is the tensor's size over the time.
 
 
