@@ -16,6 +16,7 @@ from benchmarks.dropout import kept_by_both
 from triton_gallery import bench
 from triton_gallery.libraries import measure
 from triton_gallery.libraries.library_rows import LibraryRow, load_all
+from triton_gallery.libraries.trial import with_op
 from triton_gallery.recipe.contents import load
 from triton_gallery.recipe.declaration import declaration
 from triton_gallery.recipe.device import Environment, Slot
@@ -44,7 +45,7 @@ def installed() -> list[str]:
 def test_all_libraries_do_the_same(
     work: measure.Workload, backward: bool, recipe_at: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measure, "recipe_module", lambda recipe: recipe_at(f"{recipe}.py"))
+    monkeypatch.setattr(measure, "recipe_module", lambda recipe: with_op(recipe_at(f"{recipe}.py")))
     if not runs_here(work.recipe):
         pytest.skip("needs another GPU")
     *sizes, length = work.shapes[-1]
@@ -261,7 +262,7 @@ def host(
     monkeypatch.setattr(measure, "RECORDS", tmp_path)
     monkeypatch.setattr(measure, "DEVICE", "cuda" if ON_GPU else "cpu")
     monkeypatch.setattr(measure, "detect", lambda: [Slot(gpu, "0")])
-    monkeypatch.setattr(measure, "recipe_module", lambda recipe: recipe_at(f"{recipe}.py"))
+    monkeypatch.setattr(measure, "recipe_module", lambda recipe: with_op(recipe_at(f"{recipe}.py")))
     monkeypatch.setattr(bench, "gpu_time", says(1e-6, 5e-7, 2e-6))
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     return tmp_path, works

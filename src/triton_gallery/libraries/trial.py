@@ -30,13 +30,21 @@ def load_workloads() -> list[Workload]:
 
 @cache
 def recipe_module(recipe: str) -> ModuleType:
-    """Import a recipe by its path, as `import <name>` would in its folder."""
+    """Import a recipe by its path, as `import <name>` would in its folder, and add the rest of its op."""
     path = GALLERY / f"{recipe}.py"
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return with_op(module)
+
+
+def with_op(module: ModuleType) -> ModuleType:
+    """Add to a recipe's module what its op has and its lesson does not import; return the module."""
+    op = f"triton_gallery_ops.{module.__name__}"
+    if importlib.util.find_spec(op):
+        vars(module).update(vars(importlib.import_module(op)) | vars(module))
     return module
 
 
