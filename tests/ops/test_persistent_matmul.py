@@ -559,8 +559,8 @@ def test_page(printed: Callable[[str], str]) -> None:
 BREAKS = [
     (
         "both halves are the left one",
-        "c, right, off_m, off_n + LEFT, M, stride_cm, VEC",
-        "c, left, off_m, off_n + LEFT, M, stride_cm, VEC",
+        "c, right, off_m, off_n + HALF, M, stride_cm, VEC",
+        "c, left, off_m, off_n + HALF, M, stride_cm, VEC",
     ),
     (
         "halves that take turns",
