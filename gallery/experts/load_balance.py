@@ -79,8 +79,8 @@ from triton_gallery.counting import Traffic
 # :math:`p_{t,e}` is its probability for token :math:`t`: the softmax of the
 # token's logits. Equal loads, :math:`f_e = k / E`, make L equal to k. Counts
 # have no gradient, so :math:`f_e` only weights :math:`P_e`: training lowers the
-# probabilities of the experts that are chosen most. ``Traffic`` counts bytes
-# that operators move; the *floor* is those of logits and chosen experts.
+# probabilities of the experts that are chosen most. ``Traffic`` counts the
+# bytes that operators move, the *floor* those of logits and chosen experts.
 
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 
@@ -115,11 +115,10 @@ if __name__ == "__main__":
 # The first kernel
 # ----------------
 #
-# For each expert, the loss needs two sums over all tokens. Each program takes
-# ``rows`` tokens, adds up their probabilities and choices, and stores both sums
-# in a row of its own. PyTorch adds up the rows. Without atomic operations the
-# order of all additions is fixed: the loss is deterministic. A token has few
-# logits, so one warp of 32 threads is enough (``num_warps=1``).
+# Each program takes ``rows`` tokens, adds up probabilities and choices for each
+# expert, and stores both sums in a row of its own. PyTorch adds up the
+# rows. Without atomic operations the order of all additions is fixed: the loss
+# is deterministic. For the few logits of a token one warp is enough.
 
 
 @triton.jit
@@ -386,9 +385,8 @@ def update_(bias, offsets, rate):
 # Eight experts, each a matrix, and a router with two choices learn a map for
 # each of 16 kinds of tokens: with no remedy, with the auxiliary loss times 0.1,
 # and with the bias. All tokens share a large part, so at first the router
-# scores them alike. Everything is on the CPU, to draw the same numbers anywhere.
-# We print how many experts got no token in the last step (*idle*), the largest
-# load, and the model's own loss.
+# scores them alike. This runs on the CPU, so that every machine draws the same.
+# *Idle* experts get no token in the last step; the loss is the model's own.
 
 
 def train(way, N=512):

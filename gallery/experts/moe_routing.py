@@ -225,8 +225,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 
 # %%
 # Each row is a number of tokens T. With many, ``route`` reaches the smallest
-# part of the roof. It moves as many bytes as the copy, but its k rounds wait
-# for each other.
+# part of the roof. It moves as many bytes as the copy, but each of its k rounds
+# waits for the one before.
 #
 # Why sort?
 # ---------
@@ -267,9 +267,8 @@ if __name__ == "__main__":
 # A counting sort
 # ---------------
 #
-# A general sort compares its keys again and again. Here the keys are a few
-# hundred experts, and we can count them, in blocks of choices. The place of a
-# choice in the order is the sum of three counts:
+# A general sort compares keys. Ours are a few hundred experts, so we count
+# them, in blocks of choices. A choice's place is the sum of three counts:
 #
 # * choices of experts before its own;
 # * choices of its own expert in blocks before its own;
