@@ -437,9 +437,9 @@ for shots in (1, 2):
     check_sum(all_reduce(part_of(RANK, 4001), memory, shots))
 
 # %%
-# A CUDA graph replays a launch with the same arguments. That works, as only the
-# count changes from call to call, and it is on the GPU. ``"thread_local"`` lets
-# other threads, such as NCCL's, call CUDA during the capture.
+# A CUDA graph replays a launch with the same arguments; only the count changes,
+# and it is on the GPU. ``"thread_local"`` lets other threads, such as NCCL's,
+# call CUDA during the capture.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     given = torch.zeros(1000, device=DEVICE)
@@ -457,8 +457,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # The result
 # ----------
 #
-# *Triton* is the op now. The table below the chart has the same measurements as
-# microseconds of a call.
+# *Triton* is the op now. The table has the microseconds of a call.
 
 SIZES = [2**k for k in (12, 14, 16, 18, 19, 20, 22, 24)]
 
