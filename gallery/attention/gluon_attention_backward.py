@@ -18,9 +18,9 @@ The backward of attention on Hopper
 
 ``flash_attention.py`` derives the gradients of attention and computes them in
 one pass, with atomic additions, and then in two passes without. This page looks
-at the two passes: they are one kernel with its arguments exchanged. The op at
-the end is that kernel in Gluon for Hopper, which is NVIDIA's GPUs of compute
-capability 9.0: H100 and H200. On other GPUs, take ``flash_attention``.
+at the two passes: they are one kernel with its arguments exchanged, and a flag.
+The op at the end is that kernel in Gluon, Triton's lower-level language, for
+Hopper: NVIDIA's H100 and H200. On other GPUs, take ``flash_attention``.
 
 After this page you can
 
@@ -58,10 +58,10 @@ from triton_gallery.bench import gpu_time, rate_table
 # In PyTorch
 # ----------
 #
-# A head has queries ``q``, keys ``k`` and values ``v``, and the result has the
-# gradient ``do``. From the forward we have two numbers for each query:
-# ``lse``, the logarithm of its sum of exponentials, and ``delta``, the product
-# of its rows of ``do`` and of the result. The rest is five products, ``@``:
+# A head has queries ``q``, keys ``k`` and values ``v``, and its result ``out``
+# has the gradient ``do``. We are given two numbers for each query: ``lse``, the
+# logarithm of its sum of exponentials, and ``delta``, the dot product of its
+# rows of ``do`` and ``out``. The rest is five matrix products, ``@``:
 
 rng = torch.Generator(device=DEVICE).manual_seed(0)
 
@@ -76,7 +76,7 @@ def exact(do, q, k, v, lse, delta):
 
 
 def logsumexp(q, k):
-    """Return it of the scores of a head, which take memory."""
+    """Return the logsumexp of the scores of each query of a head."""
     return (q.float() @ k.float().T * q.shape[-1] ** -0.5).logsumexp(-1)
 
 
@@ -94,29 +94,29 @@ if __name__ == "__main__":
         print(f"{L:5} tokens: {flop / nbytes:.0f} operations a byte")
 
 # %%
-# An H200 does about 200 operations in the time of a byte, by its data sheet. So
-# for long inputs, the bytes of the *floor* are no bound, and products are.
+# By its data sheet, an H200 does about 200 operations in the time that a byte
+# takes. Both lengths are above that: products are the limit, and memory is not.
 
 # %%
 # The first kernel
 # ----------------
 #
-# A program keeps a tile of keys and values, and goes along all queries. Sums
-# over queries, ``dk`` and ``dv``, stay in registers. It computes the scores
-# *transposed*, a row for each key:
+# A program keeps ``N`` keys and values, and goes along all queries, ``M`` a
+# step. The sums ``dk`` and ``dv`` stay in registers. Scores are *transposed*:
 #
 # .. code-block:: text
 #
-#     kept          along                 result       shape
+#     left operand      right operand           result
 #
-#     k (N, D)      q.T  (D, M)     ->    s            (N, M)
-#     v (N, D)      do.T (D, M)     ->    dp           (N, M)
-#     p  (N, M)     do   (M, D)     ->    add to dv    (N, D)
-#     ds (N, M)     q    (M, D)     ->    add to dk    (N, D)
+#     k    (N, D)       q.T  (D, M)       ->    s.T          (N, M)
+#     v    (N, D)       do.T (D, M)       ->    dp.T         (N, M)
+#     p.T  (N, M)       do   (M, D)       ->    add to dv    (N, D)
+#     ds.T (N, M)       q    (M, D)       ->    add to dk    (N, D)
 #
-# Now ``p`` and ``ds`` are left operands as they are. On Hopper a left operand
-# may come from registers, and a right one comes from shared memory. Scores that
-# are not transposed would have to be turned first.
+# So ``p.T`` and ``ds.T``, named ``p`` and ``ds`` in the kernel, are the next
+# left operands as they are. On Hopper a left operand may come from registers; a
+# right one must be in shared memory. ``ds`` lacks the factor ``scale``: ``dk``
+# is multiplied by it once, at the end.
 
 
 @triton.jit
@@ -135,7 +135,7 @@ def keys_kernel(
     M: tl.constexpr,
     N: tl.constexpr,
 ):
-    # The first row of this head; in int32, its offset would overflow.
+    # The first row of this head; in int32, its offset could overflow.
     head = tl.program_id(axis=1).to(tl.int64) * L
     offs_d = tl.arange(0, D)[None, :]  # (1, D)
     own = head + tl.program_id(axis=0) * N + tl.arange(0, N)[:, None]  # (N, 1)
@@ -169,8 +169,8 @@ def keys_pass(do, q, k, v, lse, delta, kernel=keys_kernel, M=64, N=64):
 # Is it right?
 # ------------
 #
-# ``p``, ``ds`` and the result are each rounded by at most :math:`2^{-11}` of
-# their size. We allow a little more than all three, :math:`2^{-9}` of the
+# ``p``, ``ds`` and the result are rounded to float16, each by at most
+# :math:`2^{-11}` of its size. We allow four such errors: :math:`2^{-9}` of the
 # largest element.
 
 
@@ -192,7 +192,7 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# The rate counts the products that a kernel computes: four here.
+# The rate counts the products that a kernel computes: here four of the five.
 
 
 def rate_of(passes):
@@ -217,24 +217,26 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # And dq?
 # -------
 #
-# ``dq`` is a sum over keys, so no program above has all of its terms. One can
-# add them up in memory with atomic additions, whose order differs from run to
-# run, and so do the last bits. Or a second pass has programs that keep queries
-# and go along keys. It has to compute ``s`` and ``dp`` again: seven products.
+# ``dq`` is a sum over keys, so no program above has all of its terms. Each
+# could add its part, ``ds @ k``, to ``dq`` in memory with atomic additions,
+# whose order, and so the last bits, would differ from run to run. Instead, a
+# second pass keeps queries and goes along keys. It computes ``s`` and ``dp``
+# again, so there are seven products in all.
 #
 # This pass needs no kernel of its own. Let a program keep ``a`` and ``b``, and
-# go along ``x`` and ``y``:
+# go along ``x`` and ``y``; the last three columns are what its products give:
 #
 # .. code-block:: text
 #
-#     pass             a     b     x     y     a x.T     b y.T    ds x
+#     pass             a     b     x     y     a @ x.T   b @ y.T  ds @ x
 #
 #     of keys          k     v     q     do    s.T       dp.T     dk
 #     of queries       q     do    k     v     s         dp       dq
 #
-# In both passes the scores come out as the next product needs them. The first
-# one has one more product, ``p y``, for ``dv``. ``lse`` and ``delta`` belong to
-# queries: to columns of the tile in the first pass, to its rows in the second.
+# In both passes ``ds`` comes out as a left operand. The flag ``KEYS`` is for
+# what differs: the pass of keys has one more product, ``p @ y`` for ``dv``, and
+# its queries, with their ``lse`` and ``delta``, are columns of the tile; in the
+# pass of queries they are rows.
 
 
 @triton.jit
@@ -283,7 +285,7 @@ def both_passes(do, q, k, v, lse, delta, M=64, N=64):
     rest = D**-0.5, L, D, M, N
     for KEYS, given in (
         (True, (k, v, q, do, lse, delta, dk, dv)),
-        (False, (q, do, k, v, lse, delta, dq, dq)),
+        (False, (q, do, k, v, lse, delta, dq, dq)),  # no db: not stored
     ):
         pass_kernel[L // N, heads](*given, *rest, KEYS, num_warps=4)
     return grads
@@ -296,7 +298,9 @@ if __name__ == "__main__":
         show_error(name, found, right)
 
 # %%
-# The rate of both passes, of seven products:
+# *Both passes* counts seven products: at an equal rate, it takes 7/4 of the
+# time of the pass of keys. Launches differ too: ``keys_pass`` sets two stages,
+# while ``both_passes`` leaves Triton's default of three.
 
 PASSES["both passes"] = (both_passes, 7)
 
@@ -308,24 +312,25 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ------
 #
 # ``gluon_attention_backward(do, q, k, v, out, lse)`` is ``pass_kernel`` in
-# Gluon. Roles, barriers and the ring of buffers are those of
-# ``gluon_attention.py``: one warp loads, and each of two groups of four warps
-# has 64 rows of ``a`` and ``b``. To the kernel above it adds a causal mask,
-# lengths of any size, and heads of queries that share a head of keys.
+# Gluon, with the roles, barriers and buffers of ``gluon_attention.py``: one
+# warp loads, and each of two groups of four warps has 64 rows of ``a`` and
+# ``b``. It adds a causal mask, any length, and heads of queries that share a
+# head of keys.
 #
 # A group issues the products for ``s`` and for ``dp`` together. It computes
 # ``p`` while the second one runs, and ``ds`` while the product for ``dv`` runs.
-# Registers are the limit. With heads of 128, a thread in the pass of keys has
-# 128 sums. So its tile has 64 queries, and ``s`` and ``dp`` take 64 registers.
+# Registers are the limit: a thread has at most 255. With heads of 128, ``dk``
+# and ``dv`` are 2 * 64 * 128 sums for a group's 128 threads: 128 registers in
+# each. So a step has 64 queries, and ``s`` and ``dp`` take 64 registers more.
 #
-# It takes what ``flash_attention_with_lse`` took and returned.
+# The op takes the inputs and both results of ``flash_attention_with_lse``.
 
 from triton_gallery_ops.gluon_attention_backward import (
     gluon_attention_backward,
 )
 
 # %%
-# That ``lse`` is the logarithm to base 2:
+# The op's ``lse`` is to base 2, the one of ``inputs`` to base e:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     x = inputs(4, 1000, 128)
@@ -341,9 +346,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # The result
 # ----------
 #
-# Causal, in float16, with heads of 128 and then of 64. At each length there are
-# 16384 tokens in all. The rate counts five products, of which the mask leaves
-# half, whatever an op computes. In the chart, *Triton* is the op.
+# Causal, in float16, 16384 tokens in all at each length. The rate counts five
+# products, of which the mask leaves half, whatever is computed. *Triton* is the
+# op; ``flash_attention`` is two passes in Triton. A line ``op / ...`` has the
+# least and the greatest ratio of rates over the lengths, above 1 where the op
+# is faster: first three lines for heads of 128, then three for heads of 64.
 
 from triton_gallery_ops.flash_attention import (
     flash_attention_backward,
@@ -410,7 +417,7 @@ causal_kernel = None  # your kernel
 
 
 def check(kernel, tensors, right):
-    """Say whether a kernel computes dk and dv."""
+    """Say whether a kernel computes dk and dv within 1e-2."""
     if kernel is None:
         return "not solved yet"
     for found, expected in zip(keys_pass(*tensors, kernel), right, strict=True):

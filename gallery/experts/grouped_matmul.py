@@ -48,7 +48,7 @@ After this page you can
 
 * multiply groups of any length in one launch, without asking the GPU how long
   they are;
-* compute the gradient of the weights, whose sums are as long as the groups;
+* compute the gradient of the weights, each a sum over the rows of its group;
 * say what uneven groups cost.
 """
 
@@ -114,9 +114,9 @@ def make_inputs(E, R, K, N, skew=0.0):
 # of ``x``. ``offsets`` (E,), int32, has each group's end, exclusive: 2, 2 and 7
 # are groups of 2, 0 and 5 rows. A loop in Python needs these numbers, and waits
 # until the GPU has them.
-# The run prints the *floor*: the bytes, if each element is moved once. It also
-# prints the flops for each of these bytes. If a GPU can do fewer in the time of
-# moving a byte, its arithmetic takes the time, not its memory.
+# The run prints the *floor*, the bytes if each element is moved once, and the
+# operations (flop) for each of these bytes. If these are more than a GPU can do
+# while it moves a byte, arithmetic limits the speed, not memory.
 
 
 def loop(x, w, offsets):
@@ -141,19 +141,18 @@ if __name__ == "__main__":
 # The first kernel
 # ----------------
 #
-# A program computes one tile of ``y``, with rows of one group alone. Which
-# group has tile 1 of the rows (``slot`` 1), with offsets 2, 2 and 7 and BLOCK_M
-# = 4? Each program loads all offsets, counts the tiles of each group, here 1, 0
-# and 2, and sums them up: ``after`` is 1, 1 and 3, the number of tiles up to
-# the end of each group. Tiles count from 0, so a group with ``after <= 1`` has
-# all its tiles before tile 1. There are two such groups, so ours is group 2. It
-# begins after ``after - tiles`` = 1 tile, so ours is tile ``slot - (after -
-# tiles)`` = 0 of the group.
+# A program computes one tile of ``y``, with rows of one group alone. ``slot``
+# is the number of its tile of rows, counted from 0 over all groups. Which group
+# has slot 1, with offsets 2, 2 and 7 and BLOCK_M = 4? The groups have 1, 0 and
+# 2 tiles (``tiles``); their running sum ``after``, 1, 1 and 3, is the first
+# slot after each group. The groups with ``after <= 1`` end before slot 1. There
+# are two, so it belongs to group 2, which begins at slot ``after - tiles`` = 1:
+# slot 1 is its first tile.
 #
-# Each group has at most one tile that is not full, so R // BLOCK_M + E programs
-# are enough. Past the last tile, ``find`` returns ``group`` = BLOCK_E, a group
-# that does not exist, and ``row`` = ``end`` = 0. So check ``row < end`` before
-# you load with ``group``.
+# There are at most R // BLOCK_M full tiles, and each group has at most one that
+# is not full, so R // BLOCK_M + E programs are enough. Past the last tile,
+# ``find`` returns ``group`` = BLOCK_E, a group that does not exist, and ``row``
+# = ``end`` = 0. So check ``row < end`` before you load with ``group``.
 
 
 @triton.jit
@@ -202,7 +201,7 @@ def grouped_kernel(
         x = tl.load(x_ptrs, mask=offs_m < end, other=0.0)  # (BLOCK_M, BLOCK_K)
         w = tl.load(w_ptrs + k * N)  # (BLOCK_K, BLOCK_N)
         acc = tl.dot(x, w, acc)  # acc + x @ w
-    # The rows after the end are of the next group.
+    # Rows past the end belong to the next group.
     y = acc.to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + offs_m * N + offs_n, y, mask=offs_m < end)
 
@@ -225,9 +224,10 @@ def grouped(x, w, offsets, tile=(128, 128, 64)):
 # Is it right?
 # ------------
 #
-# We compare with float64. A sum of ``K`` terms in float32 loses at most
-# :math:`2^{-24} K` times the sum of their magnitudes. The last rounding loses
-# at most one ``eps`` of the result.
+# ``make_inputs``, in the folded cell above, draws ``x``, ``w`` and offsets. We
+# compare with float64. A sum of ``K`` terms in float32 loses at most
+# :math:`2^{-24} K` times the sum of their magnitudes, and the rounding to 16
+# bits at most one ``eps`` of the result. So we divide by the sum of magnitudes.
 
 
 def check(product):
@@ -247,8 +247,9 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# PyTorch's ``grouped_mm`` needs no copy of ``offsets`` to the host, either. The
-# roof is one product of all rows with one weight.
+# *PyTorch* is ``torch.nn.functional.grouped_mm``, which needs no copy of
+# ``offsets`` to the host, either. The roof is one product of all rows with one
+# weight. A column is a size, E: R x K x N.
 
 
 def show_rates(ours, calls):
@@ -282,23 +283,23 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # In which order?
 # ---------------
 #
-# The grid above counts tiles of rows first: programs that run at a time compute
-# one column of tiles in many groups. They read a part of many weights and all
-# of ``x``, and all of ``x`` again for the next column. If they take all columns
-# of a tile of rows first, they read one weight and a few rows of ``x`` again
-# and again, from L2, the cache of the whole GPU.
+# The grid above counts tiles of rows first: programs that run at the same time
+# compute one column of tiles in many groups. They read a part of many weights
+# and all of ``x``, and all of ``x`` again for the next column. If they take all
+# columns of a tile of rows first, they read one weight and a few rows of ``x``
+# repeatedly, from L2, the cache of the whole GPU.
 #
-# A *persistent* kernel sets the order by itself: ``PROGRAMS`` programs, one for
-# each multiprocessor, walk over tiles. A tile without rows costs a turn of the
-# loop, not a program; ``slots`` is the bound R // BLOCK_M + E from above.
+# A *persistent* kernel sets the order itself: ``PROGRAMS`` programs, one for
+# each multiprocessor, each loop over many tiles. A tile without rows costs a
+# turn of the loop, not a program; ``slots`` is R // BLOCK_M + E, as above.
 #
 # Tiles of ``x`` and ``w`` come from the GPU's copy engine (TMA), if it has one
 # (``CAN``). A *tensor descriptor* tells it the address and shape of a tensor,
 # and the shape of a tile, ``block_shape``. ``x_desc.load([row, k])`` is the
-# tile that begins at that row and column (``tensor_descriptors.py``). A tile of
-# ``w`` has a first dimension of 1, which ``reshape`` drops. A tile that reaches
-# past its group's end has rows of the next group, too: they are computed and
-# not stored.
+# tile that begins at that row and column (``tensor_descriptors.py``). Elements
+# outside the tensor are 0, so K need not be a multiple of BLOCK_K. A tile of
+# ``w`` has a first dimension of 1, which ``reshape`` drops. Rows past the
+# group's end belong to the next group: they are computed and not stored.
 
 
 @triton.jit
@@ -345,7 +346,9 @@ if __name__ == "__main__" and CAN:
     check(partial(walk, tile=(32, 32, 32)))
 
 # %%
-# The same sizes again.
+# The same sizes again, with new lengths. In the recorded run ``walk_kernel`` is
+# close to ``grouped_kernel`` at the first two sizes and slower at the third:
+# the order and the copy engine alone do not pay. *The op* lists what it adds.
 
 OURS |= {"walk_kernel": walk} if CAN else {}
 
@@ -362,8 +365,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # Every :math:`d w_e` is (K, N); only the number of rows in its *sums* varies.
 # So the host knows the grid, and each program loops from the start to the end
-# of its group. The rows past the end are zeros in both tiles. For a group
-# without rows, the loop makes no turns, and the gradient is zeros.
+# of its group. Rows past the end are zeros in both tiles. For a group without
+# rows, the loop makes no turns, and the gradient is zero.
 
 
 @triton.jit
@@ -420,7 +423,7 @@ if __name__ == "__main__":
     torch.testing.assert_close(over, 0 * over, rtol=0, atol=0)
 
 # %%
-# In PyTorch, ``grouped_mm`` of ``x.T`` and ``g`` computes the same.
+# In PyTorch, ``grouped_mm`` of ``x.T`` and ``g`` computes the same gradient.
 
 
 def sums_calls(ours, E, R, K, N):
@@ -437,11 +440,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # What do uneven groups cost?
 # ---------------------------
 #
-# The last tile of a group is seldom full, and is computed in full. So more is
-# computed than what is asked for: the table divides the rows of all tiles by
-# 8192, which is how many rows the 64 groups have. With a skew of :math:`s`,
-# group :math:`n` gets rows in proportion to :math:`n^{-s}`. Each column is one
-# random draw.
+# The last tile of a group is seldom full, but all its rows are computed. The
+# table divides the rows of all tiles by 8192, the rows of the 64 groups: 1
+# would be no waste. With a skew of :math:`s`, group :math:`n` gets rows in
+# proportion to :math:`n^{-s}`. Each column is one random draw.
 
 
 def filled(offsets, BLOCK_M):
@@ -459,11 +461,14 @@ if __name__ == "__main__":
 
 # %%
 # A small tile wastes less arithmetic, but loads more bytes for each operation.
-# The host must choose without the lengths: it knows only R and E. If groups are
-# evenly long, the last tile of each is half full on average; if they are
-# skewed, most groups are short, and their last tile is emptier. The op assumes
-# even groups, and takes the tile with the least cost by the rule of
-# ``persistent_matmul.py``.
+# The host must choose without the lengths: it knows only R and E. The op
+# assumes even groups, whose last tile is half full on average (most skewed
+# groups are short, and fill less of it), and takes the tile whose products and
+# loads cost least by the rule of ``persistent_matmul.py``.
+#
+# The next table has times for new draws, with K = 2048 and N = 1408. In the
+# recorded run the time of ``walk_kernel`` grows with the rows computed (BLOCK_M
+# is 128), that of ``grouped_kernel`` little.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     times = {}
@@ -476,17 +481,17 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # The op
 # ------
 #
-# ``grouped_matmul(x, weight, offsets, bias=None)`` is this gallery's op. To
-# ``walk_kernel`` it adds
+# ``grouped_matmul(x, weight, offsets, bias=None)`` is this gallery's op. It is
+# ``walk_kernel`` with
 #
 # * any sizes and strides, and zeros in the rows past the last group;
-# * loads of the next tile before the present one is stored;
+# * loads of the next tile that begin before this tile is stored;
 # * stores by the copy engine, cut off at the group's end;
 # * a persistent kernel for the gradient of the weights.
 #
 # ``grouped_matmul_fp8`` is the same product of float8, for inference, with
 # scales for tensors, rows or blocks of 128. Its weights are (E, N, K), as the
-# tensor cores take float8 that lies along K.
+# tensor cores need float8 operands with contiguous K.
 #
 # To add a bias (E, N), ``walk_kernel`` would need the parameter ``bias_ptr``
 # and these lines below ``offs_n``:
@@ -497,7 +502,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #    bias_ptrs = bias_ptr + group.to(tl.int64) * N + offs_n  # (1, BLOCK_N)
 #    acc += tl.load(bias_ptrs, mask=some, other=0.0).to(tl.float32)
 #
-# A weight for each row would be loaded at ``offs_m``, and multiply ``acc``.
+# A router's weight for each row (R,) would be loaded at ``offs_m``, with the
+# mask ``offs_m < end``, and would multiply ``acc`` after the bias is added.
 
 from triton_gallery_ops.grouped_matmul import grouped_matmul
 
@@ -509,8 +515,9 @@ if __name__ == "__main__":
     check(grouped_matmul)
 
 # %%
-# The labels give groups, rows, inputs (K) and outputs (N) of layers of models,
-# in bfloat16. *Triton* is the op.
+# Each label is E, R, K and N of a model's layer, in bfloat16. *Triton* is the
+# op. The chart has GPU time. If the CPU time of a call, below the chart, is
+# longer, calls take that long, unless a CUDA graph replays them.
 
 LAYERS = [
     (8, 32768, 768, 2048),
@@ -577,10 +584,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ---------
 #
 # Write a kernel and run the cell: it says whether the kernel is right. No GPU
-# is needed.
+# is needed. ``ends``, in the folded cell at the top, draws offsets.
 #
-# **1.** ``walk_kernel`` walks past the last tile. Store at ``count_ptr`` how
-# many tiles of rows there are.
+# **1.** ``walk_kernel`` loops past the last tile. With one program, count the
+# tiles of rows that there are, and store the count at ``count_ptr``.
 
 count_kernel = None  # takes (offsets_ptr, count_ptr, E, BLOCK_M, BLOCK_E)
 

@@ -31,10 +31,10 @@ Load balancing of experts: auxiliary loss or bias
 =================================================
 
 A router that is left alone tends to send most tokens to a few experts: these
-learn, so they are chosen more often. The others are memory without use, and the
-GPUs that hold them wait. Two remedies are common: an *auxiliary loss*, which is
-added to the model's loss, and a *bias* of the router's choice. Only training
-needs this: in a served model the router is fixed.
+learn, so they are chosen more often. The others only take memory, and the GPUs
+that hold them wait. Two remedies are common: an *auxiliary loss*, which is
+added to the model's loss, and a *bias*, which is added to the router's scores.
+Only training needs this: in a served model the router is fixed.
 
 After this page you can
 
@@ -77,9 +77,10 @@ from triton_gallery.counting import Traffic
 #
 # where :math:`c_e` counts the choices of expert :math:`e`, its *load*, and
 # :math:`p_{t,e}` is its probability for token :math:`t`: the softmax of the
-# token's logits. Equal loads make L equal to k. Counts have no gradient, so an
-# expert's probabilities are pushed down the more, the more often it was chosen.
-# The *floor* is what any kernel has to move: logits and chosen experts in.
+# token's logits. Equal loads, :math:`f_e = k / E`, make L equal to k. Counts
+# have no gradient, so :math:`f_e` only weights :math:`P_e`: training lowers the
+# probabilities of the experts that are chosen most. ``Traffic`` counts the
+# bytes that operators move, the *floor* those of logits and chosen experts.
 
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 
@@ -114,11 +115,10 @@ if __name__ == "__main__":
 # The first kernel
 # ----------------
 #
-# The loss needs two sums over all tokens, for each expert. A program adds up
-# for a range of tokens, and stores both sums in a row of its own. No program
-# adds to what another one stores, so no atomic operations are needed, and the
-# order of all additions is fixed: the loss is deterministic. A token has few
-# logits, so one warp of 32 threads is enough (``num_warps=1``).
+# Each program takes ``rows`` tokens, adds up probabilities and choices for each
+# expert, and stores both sums in a row of its own. PyTorch adds up the
+# rows. Without atomic operations the order of all additions is fixed: the loss
+# is deterministic. For the few logits of a token one warp is enough.
 
 
 @triton.jit
@@ -154,7 +154,7 @@ def add_up(logits, experts, programs=1024):
 
 
 def loss_of(way, logits, experts):
-    """Return the loss of contiguous logits and experts, by a way to add up."""
+    """Return the loss; ``way`` adds up contiguous logits and experts."""
     T, E = logits.shape
     sums, counts = way(logits, experts)
     return E * (counts.sum(0) / T * (sums.sum(0) / T)).sum()
@@ -164,9 +164,9 @@ def loss_of(way, logits, experts):
 # Is it right?
 # ------------
 #
-# We compare with float64. The softmax takes a few roundings of float32. Each
-# program adds only a few tokens, then the rows are added: sums are short, so
-# rounding stays far below 1e-5 of the loss.
+# We compare with float64. With 16 programs some have several tokens, and some
+# have none. Each of the few dozen float32 roundings is below 1e-7 of its
+# result, and all terms are positive: 1e-5 is ample.
 
 
 def check(op):
@@ -188,8 +188,8 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# 128 experts and 8 choices, as in Qwen3-MoE, in bfloat16. The rate is the bytes
-# of the floor divided by the time; the *roof* is that of a copy of as many.
+# 128 experts and 8 choices, as in Qwen3-MoE, in bfloat16; a row for each T. The
+# rate counts the bytes of the floor. The *roof* is a copy of as many bytes.
 
 E, CHOICES = 128, 8
 
@@ -224,13 +224,15 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     time_forward(add_up=add_up)
 
 # %%
+# ``add_up`` is far below the roof at every size.
+#
 # Many tokens at once
 # -------------------
 #
-# The kernel waits for one token before it loads the next. A tile of several
-# tokens has all of its loads on the way at once. The accumulator is a (BLOCK_T,
-# BLOCK_E) tile, too. Inside the loop each thread adds to its own elements; rows
-# are summed across threads once, after the loop. ``tl.histogram(experts, N,
+# The kernel handles one token after another. With a tile of several tokens, all
+# of their loads are under way at once. The accumulator ``sums`` is a tile of
+# that shape, too: inside the loop each thread adds to its own elements, and the
+# tile's rows are added up once, after the loop. ``tl.histogram(experts, N,
 # mask)`` counts how often each of 0 to N - 1 is in a tile.
 
 
@@ -256,14 +258,14 @@ def tiles_kernel(
     counts = tl.zeros((BLOCK_E,), dtype=tl.int32)
     for first in range(pid * rows, end, BLOCK_T):
         token = first + tl.arange(0, BLOCK_T)[:, None]  # (BLOCK_T, 1)
-        # A token past T would be all -inf, and its softmax nan: clamp to the
-        # last token, and drop what is not ours below.
+        # Clamp past T to the last token. The tile may also reach into the next
+        # program's tokens: tl.where drops both.
         ptrs = x_ptr + tl.minimum(token, T - 1) * E + offs
         x = tl.load(ptrs, mask=offs < E, other=-float("inf")).to(tl.float32)
         e = tl.exp(x - tl.max(x, axis=1, keep_dims=True))
         p = e / tl.sum(e, axis=1, keep_dims=True)
         sums += tl.where(token < end, p, 0)
-        # The choices of a tile's tokens are one after another.
+        # The choices of a tile's tokens are contiguous.
         mask = offs_k < tl.minimum(BLOCK_T, end - first) * k
         experts = tl.load(experts_ptr + first * k + offs_k, mask=mask, other=0)
         counts += tl.histogram(experts, BLOCK_E, mask=mask)
@@ -297,6 +299,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     time_forward(add_up=add_up, add_up_tiles=add_up_tiles)
 
 # %%
+# Tiles gain most where tokens are many. The time includes ``loss_of``, where
+# several PyTorch operators add up the rows; the op has a kernel for it.
+#
 # The gradient
 # ------------
 #
@@ -306,9 +311,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # .. math:: \frac{\partial L}{\partial x_{t,e}} = p_{t,e}
 #    \left( s_e - \sum_i p_{t,i} s_i \right).
 #
-# A token needs E slopes and its own logits, nothing of other tokens. So the
-# probabilities are computed again. Reading logits costs as much as reading
-# stored probabilities, and storing none saves a write in the forward pass.
+# We compute the probabilities again: to store them would cost a write in the
+# forward pass, and to read them costs no less than to read the logits.
 
 
 @triton.jit
@@ -346,7 +350,7 @@ if __name__ == "__main__":
     made = gradient(logits, counts.sum(0)).double()
     logits = logits.double().requires_grad_()
     loss_torch(logits, experts).backward()
-    # The mean over T tokens divides gradients by T, and so the tolerance.
+    # A few float32 roundings, divided by T as the gradient of a mean is.
     atol = 1e-6 / len(logits)
     error = (made - logits.grad).abs().max().item()
     print(f"largest error {error:.1e}, allowed {atol:.1e}")
@@ -356,34 +360,33 @@ if __name__ == "__main__":
 # A bias in place of a loss
 # -------------------------
 #
-# The gradient of the auxiliary loss disturbs what the model's own loss wants.
-# DeepSeek-V3 adds a bias to the scores for the choice alone, and the weights of
-# the experts come from the scores without it. After each step the bias of an
-# expert with less than the mean load rises by a fixed rate, and that of an
-# expert with more falls. The loads are differences of the ``offsets`` that
-# *Route tokens to experts* makes:
+# The gradient of the auxiliary loss competes with that of the model's own loss.
+# DeepSeek-V3 adds a bias to the scores instead, only to choose: the experts'
+# weights come from the scores without it. After each step the bias of an expert
+# with less than the mean load rises by a fixed rate; with more, it falls. The
+# loads are the differences of ``offsets`` (*Route tokens to experts*):
 
 
 def update_(bias, offsets, rate):
     """Add rate * sign(mean load - load) to the bias of each expert."""
     loads = offsets.diff(prepend=offsets.new_zeros(1)).long()
-    missing = loads.sum() - len(loads) * loads  # E times what is missing
+    missing = loads.sum() - len(loads) * loads  # E * (mean - load)
     bias.add_(missing.sign(), alpha=rate)
 
 
 # %%
-# These are a few operators on E numbers once in a training step, and none makes
-# the CPU wait for the GPU. A kernel would save a few launches out of a step's
-# thousands, so these three lines stay PyTorch. On several GPUs the loads are
-# added up over all of them before the update.
+# These few operators on E numbers run once in a training step. A kernel would
+# save only a few launches, so these lines stay PyTorch. On several GPUs, first
+# add up the loads of all GPUs.
 #
 # What it does for a model
 # ------------------------
 #
-# Eight experts, each a matrix, and a router with two choices learn 16 kinds of
-# tokens, three times: with nothing, with the auxiliary loss, and with the bias.
-# Tokens have a large common part, so at first they are all alike to the router.
-# This runs on the CPU, so that every machine draws the same.
+# Eight experts, each a matrix, and a router with two choices learn a map for
+# each of 16 kinds of tokens: with no remedy, with the auxiliary loss times 0.1,
+# and with the bias. All tokens share a large part, so at first the router
+# scores them alike. This runs on the CPU, so that every machine draws the same.
+# *Idle* experts get no token in the last step; the loss is the model's own.
 
 
 def train(way, N=512):
@@ -420,16 +423,16 @@ if __name__ == "__main__":
         assert (idle > 0) == (way == "nothing")
 
 # %%
-# With nothing, some experts stay idle; with either remedy, none does. This is
-# one small model with one seed.
+# With no remedy, some experts are idle; with either, none is. This is one small
+# model with one seed.
 #
 # The op
 # ------
 #
 # ``load_balance_loss(logits, experts)`` is this gallery's op, with a gradient.
-# Its second kernel adds up the programs' rows. The op also takes a mask of the
-# tokens that count, for padding, and computes DeepSeek-V3's loss: of sigmoid
-# scores, and of each sequence.
+# Its second kernel adds up the programs' rows. The op also takes a mask that
+# leaves out padding, and computes DeepSeek-V3's loss, which is the mean of one
+# loss per sequence and takes sigmoid scores.
 
 from triton_gallery_ops.load_balance import load_balance_loss
 
@@ -442,7 +445,9 @@ if __name__ == "__main__":
 # The result
 # ----------
 #
-# Forward and backward, for 128 experts. *Triton* is ``load_balance_loss``.
+# Forward and backward, for 128 experts. *Triton* is the op; *PyTorch's best* is
+# the faster of PyTorch and ``torch.compile`` at each size. The first line below
+# the chart is forward, the second backward; below 1.0 the op is slower.
 
 
 def calls_for(T):
@@ -513,10 +518,10 @@ if __name__ == "__main__":
     judge(check_update, update_kernel)
 
 # %%
-# **2.** ST-MoE adds another loss of the logits, the *z-loss*: the mean over
-# tokens of the square of each one's log-sum-exp. Write a kernel that stores the
-# sum of these squares for its range of tokens. ``tl.log`` is the logarithm;
-# subtract the maximum first, because these logits are large.
+# **2.** ST-MoE adds another loss, the *z-loss*: take the log-sum-exp of each
+# token's logits, square it, and take the mean over tokens. Write a kernel whose
+# programs each store the sum of the squares for their tokens. ``tl.log`` is the
+# logarithm; subtract the maximum first, because these logits are large.
 
 z_kernel = None  # takes (x_ptr, sums_ptr, T, E, BLOCK_E)
 
@@ -538,7 +543,7 @@ if __name__ == "__main__":
 # Answers
 # -------
 #
-# **1.** The load of the first expert is its offset less 0.
+# **1.** The load of the first expert is its offset.
 
 
 @triton.jit

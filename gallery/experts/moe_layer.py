@@ -36,16 +36,16 @@ r"""
 A mixture-of-experts (MoE) layer in Triton
 ==========================================
 
-A router chose a few experts for each token. Now each expert multiplies its
-tokens by its weights, and each token adds up what its experts return. If you
-have the tokens in the order of experts already, take the products alone: see
+A router chose a few experts, small networks, for each token. Now each expert
+takes its tokens as input, and each token adds up its experts' outputs. If your
+tokens are sorted by expert already, take the products alone: see
 ``grouped_matmul.py``.
 
 After this page you can
 
-* load rows in any order inside a matrix product, so that no copy is needed;
-* apply SwiGLU where the product ends;
-* add up results in an order that does not depend on the run.
+* load rows in any order inside a matrix product, without a sorted copy;
+* apply SwiGLU in the kernel that computes the product;
+* add up results in the same order in each run.
 """
 
 # sphinx_gallery_tags = ["matmul", "compute bound", "fusion", "autograd"]
@@ -75,10 +75,11 @@ from triton_gallery.bench import gpu_time, rate_table
 # In PyTorch
 # ----------
 #
-# ``x`` is (T, H), and ``experts`` and ``weights`` (T, k) are what a router
-# chose, see ``moe_routing.py``. ``gate_up`` (E, 2 F, H) and ``down`` (E, H, F)
-# are the weights of all experts, as transformers holds them. A loop over the
-# experts asks the GPU for each one's tokens, and waits for the answer.
+# ``x`` (T, H) has T tokens. A router (``moe_routing.py``) chose k of E experts
+# for each: ``experts`` and ``weights`` (T, k). The experts' own weights are
+# ``gate_up`` (E, 2 F, H) and ``down`` (E, H, F), as in transformers. An expert
+# computes two products, then SwiGLU, ``silu(gate) * up``, then the product with
+# ``down``. The loop asks the GPU for each expert's tokens, and waits.
 
 generator = torch.Generator().manual_seed(0)
 # Triton's interpreter multiplies bfloat16 wrongly.
@@ -110,14 +111,13 @@ def make_inputs(T, E, k, H, F):
 # The first kernel
 # ----------------
 #
-# Choice j of token t has the number ``t * k + j``. We sort these numbers by
-# expert. A program computes some columns of what SwiGLU returns. It loops over
-# all rows of an expert, because the CPU does not know how many there are. It
-# loads the numbers of its choices from ``order``, and then rows of ``x`` from
-# where they are: no sorted copy is stored. It has the same columns of gate and
-# of up, so it applies SwiGLU to its sums. ``tl.dot(a, b, acc)`` returns ``acc +
-# a @ b``; here b is a transposed tile of ``gate_up``, by the order of the axes
-# of ``w_ptrs``.
+# Choice j of token t has the number ``t * k + j``. ``order`` has these numbers
+# sorted by expert, ``inverse`` the place of each number in ``order``, and
+# ``offsets`` where each expert's part of ``order`` ends. A program computes
+# BLOCK_N columns of ``h``, SwiGLU's output, for one expert. It loops over rows,
+# as the CPU does not know how many there are: it loads choices from ``order``,
+# then their rows of ``x``, without a sorted copy. It computes the same columns
+# of gate and of up, then SwiGLU. ``tl.dot(a, b, acc)`` is ``acc + a @ b``.
 
 
 def sort(experts, E):
@@ -148,9 +148,10 @@ def hidden_kernel(
     offs_n = tl.program_id(axis=0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     offs_k = tl.arange(0, BLOCK_K)
     columns = expert * 2 * F + offs_n  # of gate; those of up are F later
-    w_ptrs = gate_up_ptr + columns * H + offs_k[:, None]
+    w_ptrs = gate_up_ptr + columns * H + offs_k[:, None]  # transposed
     for row in range(start, end, BLOCK_M):
         offs_m = row + tl.arange(0, BLOCK_M)[:, None]
+        # Rows past the end compute token 0 again, and are not stored.
         choice = tl.load(order_ptr + offs_m, mask=offs_m < end, other=0)
         # In int32 the offset of a row would overflow past element 2**31.
         token = (choice // k).to(tl.int64)  # (BLOCK_M, 1)
@@ -193,7 +194,8 @@ def layer(x, weights, experts, gate_up, down, hidden=hidden, add=sum_torch):
 # ------------
 #
 # We compare with the loop in float64. ``h``, the experts' results and the sum
-# are each rounded to 16 bits, so we allow 4 eps of the largest result.
+# are each rounded to 16 bits, by at most half an eps of their size. Terms may
+# be larger than their sum, so we allow more: 4 eps of the largest result.
 
 
 def check(ours):
@@ -212,7 +214,7 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# A layer of Qwen3-30B-A3B, in milliseconds, for three numbers of tokens:
+# A layer of Qwen3-30B-A3B, in milliseconds. Each row is a number of tokens:
 
 
 def show_times(ways, tokens=(1024, 8192, 32768)):
@@ -233,12 +235,18 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # What does the kernel save?
 # --------------------------
 #
-# The loop waits. PyTorch need not: copy the rows of ``x`` in the order of
-# experts, and multiply with ``grouped_mm``. Then the copy, the product, silu
-# and the multiplication by up are four kernels, and each reads what the one
-# before it stored. Our kernel saves these bytes. The cell below prints them,
-# and the *floor* of the layer: weights, ``x`` and the result. For one token,
-# weights are nearly all; for the most tokens, more is saved than the floor.
+# PyTorch can do without the waits: it copies the rows of ``x`` in the order of
+# experts, and ``grouped_mm`` multiplies the rows of each expert by its weight.
+# The copy, the product, silu and the multiplication by up are four kernels, and
+# each reads what the one before it stored. Our kernel saves these bytes. The
+# cell prints them beside the *floor*, the bytes that any layer moves: weights,
+# ``x`` and the result. For one token, the floor is nearly all weights; for the
+# most tokens, the kernel saves more than the floor.
+#
+# In the table of times, ``hidden_kernel`` and *PyTorch* differ up to ``h``
+# alone; sorting, the product with ``down`` and the sum are the same calls. In
+# the recorded run the two are close: fewer bytes alone do not make this layer
+# faster. The next section changes the sum, which both leave to PyTorch.
 
 
 def hidden_torch(x, gate_up, order, offsets, k):
@@ -264,12 +272,13 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Add up in a fixed order
 # -----------------------
 #
-# Row ``inverse[t * k + j]`` of what the experts return belongs to choice j of
-# token t. There are two ways to add rows up: each row adds itself to the result
-# of its token, with *atomic* additions, which do not get lost if two come at
-# once; or each token fetches its rows. Atomics come in another order in each
-# run, and a sum in another order is rounded differently. A token that fetches
-# its rows adds them in the same order in each run, in float32, and stores once.
+# The experts' result for choice j of token t is in row ``inverse[t * k + j]``.
+# There are two ways to add rows up. A program for each row can add it to the
+# result of its token, by *atomic* additions: none is lost if two programs add
+# at once. But their order may differ from run to run, and with it the rounding.
+# Or a program for each token loads the token's rows: it adds them in the same
+# order in each run, in float32, and stores once. ``tl.static_range`` is a loop
+# that the compiler unrolls.
 
 
 @triton.jit
@@ -317,8 +326,8 @@ if __name__ == "__main__":
         check(partial(layer, hidden=small, add=way))
 
 # %%
-# The time of the sum alone, and in how many of 20 runs its result differs from
-# that of the first:
+# The time of the sum alone, and how many of 20 more runs differ from the first
+# in any bit:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     T, (_, k, H, _) = 32768, LAYER
@@ -346,11 +355,13 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # .. math:: dw = q \cdot h, \quad du = w\,q\,\mathrm{silu}(a), \quad
 #           da = w\,q\,u\,\sigma(a)\,(1 + a\,(1 - \sigma(a))).
 #
-# The first is :math:`g \cdot (\mathrm{down}\,h)`, so :math:`\mathrm{down}\,h`
-# need not be kept. The forward keeps :math:`a` and :math:`u`, and :math:`h` is
-# computed again. One program has one row. The rest are grouped products: the
-# gradient of ``x`` comes from :math:`da` and :math:`du`, that of ``gate_up``
-# from these and ``x``, that of ``down`` from :math:`g` and :math:`w\,h`.
+# As :math:`q \cdot h = g \cdot (\mathrm{down}\,h)`, the forward need not keep
+# :math:`\mathrm{down}\,h`. It keeps :math:`a` and :math:`u`, and the backward
+# computes :math:`h` again. A program computes one row, that of one choice, so
+# no two store the same :math:`dw`. The rest are grouped products: the gradient
+# of ``x`` comes from :math:`da` and :math:`du`, that of ``gate_up`` from these
+# and ``x``, that of ``down`` from :math:`g` and :math:`w\,h`. Here all is
+# float32, so the check allows much less than for 16 bits.
 
 
 @triton.jit
@@ -403,20 +414,21 @@ if __name__ == "__main__":
 # ``moe_layer(x, weights, experts, gate_up, down)`` is this gallery's op. To the
 # kernels of this page it adds
 #
-# * tiles of the weights by the copy engine, and any sizes and strides;
-# * experts that other GPUs have, and the backward;
-# * another way for a few tokens, as in decoding. These are not sorted: each
-#   choice has programs, those of an expert's first choice compute its other
-#   choices too, and the rest stop.
+# * loads of the weights by the GPU's copy engine, and any sizes and strides;
+# * the backward, and experts on several GPUs: a choice of an expert on another
+#   GPU adds nothing;
+# * kernels for a few tokens, as in decoding, without a sort: each choice has
+#   programs; if it is the first of its expert, they compute all of that
+#   expert's choices, otherwise they return at once.
 #
-# A *shared* expert, which all tokens have, is an ordinary MLP beside the op,
-# with its result added. For another activation than SwiGLU, change the line of
-# ``h`` in the kernel: for GELU, there is ``tl.erf``.
+# A *shared* expert, which every token uses, is an ordinary MLP: add its result
+# to the op's. For an activation other than SwiGLU, change the line of ``h`` in
+# the kernel; GELU needs ``tl.erf``.
 
 from triton_gallery_ops.moe_layer import moe_layer
 
 # %%
-# The check of this page, of the op:
+# The op passes the check of this page:
 
 if __name__ == "__main__":
     check(moe_layer)
@@ -425,8 +437,10 @@ if __name__ == "__main__":
 # The result
 # ----------
 #
-# In the charts, *Triton* is ``moe_layer``. The backward computes the gradients
-# of ``x``, the routing weights, and both weights of the experts.
+# T is the number of tokens. *Triton* is ``moe_layer``; *Triton, this page* is
+# ``hidden_kernel``, PyTorch's ``grouped_mm`` and ``sum_kernel``. *Roof* is one
+# plain product with as many operations. The backward computes the gradients of
+# ``x``, the routing weights, and both weights of the experts.
 
 TOKENS = [512, 2048, 8192, 32768]
 
@@ -486,8 +500,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     show(results_backward, "backward")
 
 # %%
-# If tokens are few, as in decoding, how fast are the weights of the chosen
-# experts read?
+# For a few tokens (the first column), as in decoding, the table divides the
+# bytes of the chosen experts' weights by the time of the layer. *copy* reads
+# and writes as many bytes in all, and shows what the memory can do.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     rows = {}
@@ -508,9 +523,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # Write a kernel and run its cell: it says, without a GPU, whether it is right.
 #
-# **1.** Write the copy that ``hidden_kernel`` does without: row p of ``out`` is
-# row ``order[p] // k`` of ``x``. A program copies one row, of up to BLOCK
-# numbers.
+# **1.** Write the copy that ``hidden_kernel`` avoids: row p of ``out`` is row
+# ``order[p] // k`` of ``x``. A program copies a row of at most BLOCK elements.
 
 copy_kernel = None  # takes (x_ptr, order_ptr, out_ptr, k, H, BLOCK)
 
@@ -536,9 +550,9 @@ if __name__ == "__main__":
     print(judge_copy(copy_kernel))
 
 # %%
-# **2.** Let ``dx`` be the gradients of all rows in the order of experts. The
-# gradient of a token is the sum of its k rows. Write the kernel, with a program
-# for a token, that adds up in float32.
+# **2.** ``rows`` has the gradient of each choice's row of ``x``, sorted by
+# expert. A token's gradient, a row of ``dx``, is the sum of its k rows. Write
+# the kernel: a program for each token, which adds in float32.
 
 dx_kernel = None  # takes (rows_ptr, inverse_ptr, dx_ptr, H, CHOICES, BLOCK)
 
@@ -557,7 +571,7 @@ if __name__ == "__main__":
 # Answers
 # -------
 #
-# **1.** No two programs store to one row:
+# **1.** Each program stores one row:
 
 
 @triton.jit

@@ -117,14 +117,13 @@ if __name__ == "__main__":
 # removes it by writing -inf in its place, and starts again, ``k`` times. Of
 # equal logits ``tl.argmax`` returns the first. At least k logits have to be
 # finite, and none NaN: where only -inf is left, an expert is chosen twice. One
-# warp of 32 threads (``num_warps=1``) has a few logits in each thread, and
-# finds a maximum without a barrier.
+# warp (``num_warps=1``) has 32 threads: for 256 experts, 8 logits in each. It
+# needs no *barrier*, at which several warps wait for each other.
 #
-# The softmax needs no pass of its own. It rises with the logits, so the largest
-# logits have the largest scores. And the division by the sum of the chosen
-# cancels the sum of all. (A router that needs the probabilities themselves, for
-# a threshold say, has to keep that sum.) With :math:`i` for any expert and
-# :math:`c` for a chosen one, the softmax of the chosen logits is left:
+# The softmax needs no pass of its own. The largest logits have the largest
+# scores, and dividing by the sum of the chosen scores cancels the sum over all
+# experts. With :math:`i` for any expert and :math:`c` for a chosen one, the
+# softmax of the chosen logits is left:
 #
 # .. math:: w_j = \frac{e^{x_j} / \sum_i e^{x_i}}
 #    {\sum_c e^{x_c} / \sum_i e^{x_i}} = \frac{e^{x_j}}{\sum_c e^{x_c}}.
@@ -150,7 +149,7 @@ def route_kernel(
     for j in range(k):
         largest = tl.max(remaining, axis=0)
         expert = tl.argmax(remaining, axis=0)
-        tl.store(experts_ptr + token * k + j, expert)
+        tl.store(experts_ptr + token * k + j, expert)  # one number
         best = tl.where(offs_k == j, largest, best)
         remaining = tl.where(offs == expert, -float("inf"), remaining)
     # BLOCK_K is a power of two. Past k, -inf becomes a weight of 0.
@@ -175,9 +174,9 @@ def route(logits, k):
 # Is it right?
 # ------------
 #
-# The chosen experts have to be those of a stable sort, which has the first of
-# equals first. The logits of half of the tokens are rounded, so that many are
-# equal. The weights may be off by the few roundings of float32 in a softmax.
+# ``topk`` promises no order of equals, so we compare with a stable sort. The
+# logits of half of the tokens are rounded, so that many are equal. Weights are
+# at most 1. A softmax makes a few roundings of float32, each below 1e-7.
 
 if __name__ == "__main__":
     logits = draw(20, 60, torch.float32)
@@ -225,6 +224,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     print("GB/s", pd.DataFrame(rows).T.to_string(), sep="\n")
 
 # %%
+# Each row is a number of tokens T. With many, ``route`` reaches the smallest
+# part of the roof. It moves as many bytes as the copy, but each of its k rounds
+# waits for the one before.
+#
 # Why sort?
 # ---------
 #
@@ -264,18 +267,18 @@ if __name__ == "__main__":
 # A counting sort
 # ---------------
 #
-# A general sort compares its keys again and again. Here the keys are a few
-# hundred experts, and we can count them, in blocks of choices. The place of a
-# choice in the order is the sum of three counts:
+# A general sort compares keys. Ours are a few hundred experts, so we count
+# them, in blocks of choices. A choice's place is the sum of three counts:
 #
 # * choices of experts before its own;
 # * choices of its own expert in blocks before its own;
 # * choices of its own expert before it in its own block: its *rank*.
 #
 # Count the choices in a table, with a row for each expert and a column for each
-# block, and add up the table row by row. The sum of all counts before a cell is
-# the first two counts together: it is where that expert's choices of that block
-# *start*. Our three tokens, in blocks of four choices:
+# block. Take the running sum along row 0, then row 1, and so on. The sum of all
+# counts before a cell is the first two counts together: it is where that
+# expert's choices of that block *start*. For our three tokens, in two blocks of
+# up to four choices, a row is an expert, and each list has both blocks:
 
 if __name__ == "__main__":
     blocks = experts.flatten().split(4)
@@ -284,8 +287,10 @@ if __name__ == "__main__":
     print(pd.DataFrame({"counts": counts.tolist(), "starts": starts.tolist()}))
 
 # %%
-# ``count_kernel`` makes one column of the table, a *histogram* of its block.
-# Every expert has to be in 0 to E - 1. PyTorch's ``cumsum`` makes the starts.
+# Expert 2 has a choice in each block: these start at 2 and 3.
+#
+# A program of ``count_kernel`` makes one column of the table, a *histogram* of
+# its block. Every expert has to be in 0 to E - 1. ``cumsum`` makes the starts.
 
 
 @triton.jit
@@ -306,7 +311,7 @@ def count_kernel(
 # a block: column c of ``same & earlier`` marks the choices before c with c's
 # expert, and the sum down the column is c's rank. So the rank is deterministic.
 # With atomic counters, which are common, the order of the rows, and the
-# rounding of sums in that order, would differ from run to run.
+# rounding of sums in that order, may differ from run to run.
 
 
 @triton.jit
@@ -314,6 +319,7 @@ def place_kernel(experts_ptr, starts_ptr, order_ptr, R, BLOCK_R: tl.constexpr):
     pid, blocks = tl.program_id(axis=0), tl.num_programs(axis=0)
     offs = pid * BLOCK_R + tl.arange(0, BLOCK_R)  # (BLOCK_R,)
     mask = offs < R
+    # Choices past R are later than all others, so they raise no rank.
     expert = tl.load(experts_ptr + offs, mask=mask, other=-1)
     same = expert[:, None] == expert[None, :]  # (BLOCK_R, BLOCK_R)
     earlier = offs[:, None] < offs[None, :]
@@ -323,7 +329,7 @@ def place_kernel(experts_ptr, starts_ptr, order_ptr, R, BLOCK_R: tl.constexpr):
 
 
 def sort_by_counting(experts, E, BLOCK_R=128):
-    """Return order and offsets, which are a strided view."""
+    """Return order and offsets (a strided view) of contiguous experts."""
     R = experts.numel()
     blocks = triton.cdiv(R, BLOCK_R)
     counts, order = experts.new_empty(E, blocks), experts.new_empty(R)
@@ -349,8 +355,8 @@ if __name__ == "__main__":
 
 # %%
 # Each choice is compared with the 128 of its block, however many experts there
-# are. Larger blocks compare more, and smaller ones have more counts to add up.
-# What do both sorts take, in microseconds of GPU time?
+# are. Below is the GPU time of both sorts in microseconds, a row for each T. As
+# ``bincount`` makes the CPU wait, PyTorch's time may be partly the CPU's.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     sorts = {"PyTorch": sort_torch, "counting": sort_by_counting}
@@ -366,16 +372,15 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ------
 #
 # ``moe_routing`` chooses, ``moe_routing_permutation`` sorts, and
-# ``moe_routing_with_permutation`` does both. It takes fewer launches: three for
-# many tokens, because the last one adds up the counts, which PyTorch did above.
-# A model that writes text routes a few tokens at a time. Their choices are all
-# compared with each other, in two launches, or in one for the fewest. The op
-# also
+# ``moe_routing_with_permutation`` does both. For many tokens it launches three
+# kernels: the last adds up the counts, for which this page calls ``cumsum``.
+# For fewer tokens it compares all choices with each other, in two launches, or
+# in one for a handful. The op also
 #
 # * returns the inverse of the order, to bring the experts' results back;
-# * takes any logits: it compares them as integers, of which NaN has the largest
-#   (``topk.py``), so no expert is chosen twice;
-# * chooses as DeepSeek-V3 does, by groups and with a bias;
+# * takes NaN and -inf, too: it compares integers made from the logits
+#   (``topk.py``), and an integer that no logit has marks a taken expert;
+# * chooses as DeepSeek-V3 does, by groups of experts and with a bias;
 # * has a gradient of the weights.
 
 from triton_gallery_ops.moe_routing import moe_routing_with_permutation
@@ -395,9 +400,10 @@ if __name__ == "__main__":
 # The result
 # ----------
 #
-# From logits to order and offsets: the op, the kernels of this page, and
-# PyTorch. *PyTorch's best* is the faster of PyTorch and ``torch.compile`` at
-# each size.
+# From logits to order and offsets: *Triton* is the op. *PyTorch's best* is the
+# faster of PyTorch and ``torch.compile`` at each size; where its point has a
+# ring, the ratio may count time of the CPU. The last two lines are the op's GPU
+# time. If its CPU time is longer, a model sees that, except in a CUDA graph.
 
 
 def on_this_page(logits):
@@ -414,7 +420,7 @@ def calls_for(T):
     """Return what is timed for T tokens, by name."""
     torch.compiler.reset()  # past eight sizes it would raise
     logits = draw(T, E)
-    # Of a histogram torch.compile makes a second graph.
+    # Not fullgraph=True: torch.compile splits the graph at bincount.
     fast = torch.compile(in_torch, dynamic=False)
     return {
         "Triton": partial(moe_routing_with_permutation, logits, CHOICES),
@@ -475,10 +481,10 @@ if __name__ == "__main__":
 
 # %%
 # **2.** Some models give each expert room for a fixed number of tokens, its
-# *capacity*, and drop the rest. The position of choice ``order[p]`` is p minus
-# the place where its expert begins: where the one before it ends, and expert 0
-# at 0. Store at ``order[p]`` its *slot*, ``expert * CAPACITY`` plus the
-# position, or -1 from position CAPACITY on.
+# *capacity*, and drop the rest. Expert 0 begins at 0, and expert e at
+# ``offsets[e - 1]``. The position of choice ``order[p]`` is p minus the start
+# of its expert. Store at ``order[p]`` its *slot*, ``expert * CAPACITY`` plus
+# the position, or -1 from position CAPACITY on.
 
 # Takes experts_ptr, order_ptr, offsets_ptr, slots_ptr, R, CAPACITY, BLOCK_R
 capacity_kernel = None  # your kernel

@@ -14,10 +14,10 @@
 # [[tool.triton-gallery.step_through]]
 # kernel = "block_kernel"
 # caption = """
-# A tile of the result for each of two programs. Here a block is four numbers
-# wide, so two blocks fit into K: each of the two products gets its scales, then
-# it is added. The tile of w is transposed. The tile's fourth row lies past x,
-# and the second tile's last two columns past w: both are masked."""
+# Two programs compute a tile of the result each. Here a block is four numbers
+# wide, so K has two blocks: each product of two blocks is scaled, then added.
+# The tile of w is transposed. The fourth row is past the end of x, and the
+# second tile's last two columns are past the end of w: they are masked."""
 # registers = ["x", "w", "part", "scale", "acc"]
 # call = "product(x, w, scale_x, scale_w, GROUP=4)"
 # expected = { y = "exact(x, w, scale_x, scale_w, GROUP=4)" }
@@ -40,16 +40,16 @@ FP8 with 1 x 128 and 128 x 128 block scales
 
 DeepSeek-V3 multiplies float8 matrices with a scale for each group of 128
 numbers of a token, and one for each square of 128 x 128 of a weight. An outlier
-then spoils the numbers of its own block, and no others. Without outliers of
-some thousand times the rest, a scale for each row is almost as exact, and
-simpler: see ``fp8_matmul.py``.
+then spoils only the numbers of its own block. Unless outliers are many thousand
+times the rest, a scale for each row is almost as exact, and simpler: see
+``fp8_matmul.py``.
 
 After this page you can
 
 * multiply float8 matrices with block scales, and say why each block of K is
   scaled before it is added;
 * say what an outlier costs with one scale and with many;
-* give the tiles to the copy engine, and compare with cuBLAS.
+* load tiles through the copy engine, and compare with cuBLAS.
 """
 
 # sphinx_gallery_tags = ["matmul", "float8", "quantization", "compute bound"]
@@ -82,8 +82,9 @@ from triton_gallery.bench import gpu_time, rate_table
 #
 # ``x`` is (M, K) and has a scale for each *group* of 128 in a row. The weight
 # ``w`` is (N, K) and has a scale for each *square* of 128 x 128. Both are
-# blocks. A number is its float8 times its scale. PyTorch has the product as
-# ``torch.nn.functional.scaled_mm``. Written out, in float64:
+# *blocks*: a float8 number stands for itself times the scale of its block.
+# PyTorch has the product as ``torch.nn.functional.scaled_mm``. ``exact`` is it
+# in float64:
 
 E4M3 = torch.float8_e4m3fn
 generator = torch.Generator(device=DEVICE).manual_seed(0)
@@ -116,17 +117,17 @@ if __name__ == "__main__":
 # The first kernel
 # ----------------
 #
-# A scale of a row is the same for all terms of the sum over K, so it can wait
-# until the sum is done. A scale of a block is not:
+# The scale of a row is the same for all terms of the sum over K, so it can wait
+# until the sum is done. The scale of a block is not:
 #
 # .. math:: y_{mn} = \sum_{\text{block } b} s_{mb} \, t_{nb}
 #    \sum_{k \in b} x_{mk} w_{nk}.
 #
 # Here :math:`s` is the scale of ``x``, and :math:`t` that of ``w``, the same
-# for 128 rows n. So the tensor cores add up one block, the inner sum. Threads
-# multiply it by both scales and add it to ``acc`` in float32. BLOCK_N divides
-# 128, so that a tile stays within one square of ``w``, and needs one scale of
-# it.
+# for 128 rows n. So the tensor cores compute the inner sum, over one block. The
+# program multiplies it by both scales and adds it to ``acc`` in float32.
+# BLOCK_N divides 128, so the columns of a tile lie in one square of ``w`` and
+# share its scale.
 
 
 @triton.jit
@@ -190,9 +191,10 @@ def product(x, w, *scales, dtype=torch.float32, kernel=block_kernel, GROUP=128):
 # Is it right?
 # ------------
 #
-# Hopper's tensor cores keep fewer bits of a sum of float8 products than float32
-# has, so we allow :math:`2^{-12}` of the sum of the terms' magnitudes. Here the
-# tensor cores add up only 128 terms at a time, however large K is.
+# The tensor cores of Hopper (H100, H200) keep fewer bits of a sum of float8
+# products than float32 has. Terms can cancel, so we divide the error by the sum
+# of their magnitudes rather than by the result, and allow :math:`2^{-12}`. The
+# tensor cores add only 128 terms at a time, however large K is.
 
 
 def show_error(product):
@@ -211,9 +213,9 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# We compare the kernel with cuBLAS: with the same scales, with a scale for each
-# row, and in bfloat16. Rates count :math:`2MNK` operations. cuBLAS wants scales
-# stored by columns; the transposition is not timed.
+# Rates count :math:`2MNK` operations. *cuBLAS* takes the same scales, stored by
+# columns; the transposition is not timed. *cuBLAS, per row* takes one scale for
+# each row: compare the two for the price of block scales.
 
 
 def show_rates(ours):
@@ -258,9 +260,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # --------------------------
 #
 # We multiply one column of ``x`` by a factor and divide the same column of
-# ``w`` by it. The exact product does not change. Then we round both matrices
-# to float8: with one scale, with a scale for each row, and with block scales.
-# The products are computed in float64, so all of the error comes from rounding.
+# ``w`` by it, so the exact product stays the same. Then we round both to
+# float8, with one scale, with a scale for each row, and with block scales. The
+# products are computed in float64, so all of the error comes from rounding.
 
 
 def rounded(x, rows, columns):
@@ -295,25 +297,25 @@ if __name__ == "__main__":
     print(table.to_string(float_format="%.3f"))
 
 # %%
-# Float8 has an exponent, so an outlier up to 4096 times the rest costs hardly
-# anything. A larger one does: the scale that keeps it from overflow turns the
-# other numbers of its block into zeros. In ``w`` it is the other way round: the
-# divided column becomes zero beside its neighbours. So with one scale, hardly
-# anything is left. With block scales, ``x`` loses the rest of one group of 128
-# in each row, 3 % of K, and ``w`` loses one column.
+# Each row is a factor; with 1 there is no outlier. As float8 has an exponent,
+# an outlier of 4096 times the rest costs hardly anything. With a larger one,
+# the scale that keeps it from overflow rounds the rest of its block to zero. In
+# ``w``, the divided column itself rounds to zero beside its neighbours. So in
+# the last row, one scale leaves hardly anything. Block scales lose one group of
+# 128 in each row of ``x``, 3 % of K, and one column of ``w``.
 
 # %%
 # What does the copy engine bring?
 # --------------------------------
 #
-# In ``block_kernel``, threads compute addresses and masks beside the scaling. A
-# *tensor descriptor* has the address of a matrix, its shape and the shape of a
-# tile (``tensor_descriptors.py``; ``TensorDescriptor`` is of
-# ``triton.tools.tensor_descriptor``). From it the GPU's *copy engine*, a unit
-# that moves whole tiles between memory and a multiprocessor, computes the
-# addresses. Past the end of a matrix it loads zeros and stores nothing, so only
-# the scales need a mask. Each row has to begin at a multiple of 16 bytes: for
-# ``y`` in bfloat16, N is a multiple of 8.
+# In ``block_kernel``, threads compute addresses and masks besides the scaling.
+# The GPU's *copy engine* can do this for them: it moves whole tiles between
+# memory and a multiprocessor. A *tensor descriptor* tells it the address of a
+# matrix, its shape and the shape of a tile (``tensor_descriptors.py``;
+# ``TensorDescriptor`` is imported from ``triton.tools.tensor_descriptor``).
+# Past the end of a matrix it loads zeros and stores nothing, so only the scales
+# need a mask. Each row must begin at a multiple of 16 bytes: for ``y`` in
+# bfloat16, N is a multiple of 8.
 
 
 @triton.jit
@@ -322,6 +324,7 @@ def descriptor_kernel(
 ):
     BLOCK_M: tl.constexpr = y_desc.block_shape[0]
     BLOCK_N: tl.constexpr = y_desc.block_shape[1]
+    # Descriptors take indices in int32: the copy engine computes the offsets.
     off_m = tl.program_id(axis=0) * BLOCK_M
     off_n = tl.program_id(axis=1) * BLOCK_N
     offs_m = off_m + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
@@ -358,7 +361,8 @@ if __name__ == "__main__":
     show_error(descriptor_product)
 
 # %%
-# The same sizes again:
+# The same sizes again. Compare the first two rows, then the second with
+# *cuBLAS*:
 
 OURS["descriptor_kernel"] = partial(descriptor_product, dtype=torch.bfloat16)
 
@@ -366,22 +370,23 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     show_rates(OURS)
 
 # %%
-# Block scales have a price: in these kernels, each step waits for its product
-# and only then scales and adds it. cuBLAS loses less by block scales, so there
-# is room for a better kernel.
+# The copy engine helps at the larger sizes, and cuBLAS shows that more is
+# possible with the same scales. In our kernels, each step waits for its product
+# and only then scales and adds it. On Hopper, the op does both at once.
 
 # %%
 # The op
 # ------
 #
 # ``block_scaled_matmul(x, weight, scale_x, scale_weight)`` is this gallery's
-# op. It is ``descriptor_kernel`` with as many programs as multiprocessors, each
-# of which computes several tiles (``persistent_matmul.py``), with smaller tiles
+# op. It is ``descriptor_kernel`` with one program for each multiprocessor,
+# which computes several tiles (``persistent_matmul.py``), with smaller tiles
 # for few rows, and strided scales.
 #
-# On Hopper, it is a kernel in Gluon (``gluon_matmul.py``): up to three teams of
-# four warps multiply, each for 64 rows, and do not wait for each other. So one
-# can scale while the tensor cores multiply for another.
+# On Hopper, it is a kernel in Gluon, a lower level of Triton
+# (``gluon_matmul.py``): up to three teams of four warps multiply 64 rows each
+# and do not wait for each other. So one team can scale while the tensor cores
+# multiply for another.
 
 from triton_gallery_ops.block_scaled_matmul import block_scaled_matmul
 
@@ -389,8 +394,10 @@ from triton_gallery_ops.block_scaled_matmul import block_scaled_matmul
 # The result
 # ----------
 #
-# The sizes (M, N, K) are of layers of models. In the chart, *Triton* is the op,
-# and *Triton, this page* is ``descriptor_kernel``.
+# The sizes (M, N, K) are of layers of models. *Triton* is the op, and *Triton,
+# this page* is ``descriptor_kernel``. Farther right is faster. The lines below
+# the chart give the op's lowest and highest ratio to each of cuBLAS's, and what
+# is fastest where.
 
 LAYERS = [
     (64, 7168, 2048),
@@ -429,8 +436,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 
 # %%
 # On Hopper, take what the last lines name for sizes like yours. On other GPUs,
-# PyTorch has no product with these scales and raises an error. The op runs on
-# NVIDIA's later GPUs too.
+# PyTorch has no product with these scales and raises an error. The op also runs
+# on NVIDIA's later GPUs.
 
 # %%
 # Exercises
@@ -447,7 +454,7 @@ column_kernel = None  # your kernel
 
 
 def check(kernel, expected, *inputs):
-    """Say whether a kernel stores what is expected."""
+    """Say whether a kernel stores what is expected, to 1 %."""
     if kernel is None:
         return "not solved yet"
     y = product(*inputs, kernel=kernel).double()

@@ -14,9 +14,10 @@
 # [[tool.triton-gallery.step_through]]
 # kernel = "product_kernel"
 # caption = """
-# Two programs, a tile of 4 x 4 results each: the sum of two products, times the
-# scales of its rows and columns. Row 3 lies past x, and the last two columns of
-# the second tile past w: they are masked."""
+# Two programs compute 4 x 4 results each. A tile is the sum of two products,
+# each over four columns of x and w, times the scales of its rows and columns.
+# Row 3 is past the end of x, and the second tile's last two columns are past
+# the end of w: they are masked."""
 # registers = ["x", "w", "acc", "scale_x", "scale_w", "y"]
 # call = "product(x, w, scale_x, scale_w, BLOCK_M=4, BLOCK_N=4, BLOCK_K=4)"
 # expected = { y = "(x * scale_x) @ (w * scale_w).T" }
@@ -32,17 +33,17 @@ r"""
 FP8 matrix products, scaled per tensor and per row
 ==================================================
 
-The tensor cores of an H100 multiply 8-bit floats twice as fast as 16-bit ones,
-and the matrices are half the bytes. A float8 number means little without its
-scale (``quantize.py``), so a product takes two matrices and their scales. This
-page puts the scales where they cost nothing, measures how much precision the
-tensor cores lose when they add up float8 products, and trains a layer in
-float8.
+The tensor cores of Hopper (H100, H200) multiply 8-bit floats twice as fast as
+16-bit ones, and the matrices are half the bytes. A float8 number means little
+without its scale (``quantize.py``), so a product takes two matrices and their
+scales. This page applies the scales once, after the sum. Then it measures how
+much precision the tensor cores lose when they add float8 products, and trains
+a layer in float8.
 
 After this page you can
 
 * multiply float8 matrices with a scale for each row;
-* say what fast accumulation loses, and what to take instead;
+* say what fast accumulation loses, and where to avoid it;
 * make a linear layer whose result and gradients are float8 products, with a
   scale for each tensor.
 """
@@ -84,16 +85,16 @@ def check(kernel, expected, inputs):
 # In PyTorch
 # ----------
 #
-# A *scale* of each row of ``x`` and of each row of the weight turns float8 back
-# into what it stands for. In a product of two such matrices, the scales
+# Each row of ``x`` and of the weight ``w`` has a *scale*: a float8 number
+# stands for itself times the scale of its row. In a product, the scales
 # :math:`s_m` and :math:`t_n` are the same for all terms of the sum over K:
 #
 # .. math:: y_{mn} = \sum_k (s_m x_{mk}) (t_n w_{nk})
 #    = s_m t_n \sum_k x_{mk} w_{nk}.
 #
-# So the product is of the float8 numbers alone, and its result is scaled once.
-# PyTorch has this as ``torch.nn.functional.scaled_mm``; ``exact`` is in
-# float64.
+# So we multiply the float8 numbers alone, and scale the result once. PyTorch
+# has this as ``torch.nn.functional.scaled_mm``; we check against ``exact``, in
+# float64. For the size of a layer, scales add little to the bytes:
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2  # up to 448 and 57344
 generator = torch.Generator(device=DEVICE).manual_seed(0)
@@ -164,7 +165,7 @@ def product_kernel(
     y = acc * scale_x[:, None] * scale_w[None, :]  # (BLOCK_M, BLOCK_N)
     y_ptrs = y_ptr + offs_m[:, None] * N + offs_n[None, :]
     mask = mask_m[:, None] & mask_n[None, :]
-    tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=mask)  # y's dtype
 
 
 TILE = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 128}
@@ -173,13 +174,13 @@ TILE = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 128}
 def product(
     x, w, scale_x, scale_w, kernel=product_kernel, dtype=None, **chosen
 ):
-    """Return (x * scale_x) @ (w * scale_w).T, in float32 or another dtype."""
+    """Return (x * scale_x) @ (w * scale_w).T; pass chosen to the kernel."""
     options = TILE | {"IMPRECISE": None, "num_warps": 8} | chosen
     (M, K), N = x.shape, w.shape[0]
     assert w.shape[1] == K
     assert K % options["BLOCK_K"] == 0
     assert scale_w.shape == (N, 1)
-    assert len(scale_x) == M
+    assert len(scale_x) == M  # exercise 2 has several columns
     x, w = x.contiguous(), w.contiguous()
     y = torch.empty(M, N, device=x.device, dtype=dtype or torch.float32)
     down = triton.cdiv(M, options["BLOCK_M"])
@@ -192,16 +193,16 @@ def product(
 # Is it right?
 # ------------
 #
-# Sums of small integers are exact in float32, and also in the tensor cores of
-# Hopper, which keep fewer bits of float8 sums. So only the multiplications by
-# two scales round, by :math:`2^{-24}` at most each. We allow twice both.
+# Sums of small integers are exact, even in Hopper's tensor cores, which keep
+# fewer bits than float32. So only the two multiplications by scales round, each
+# by :math:`2^{-24}` at most: :math:`2^{-23}` together. We allow twice that.
 
 if __name__ == "__main__":
     x, scale_x = float8_rows(100, 384, whole=True)
     w, scale_w = float8_rows(200, 384, whole=True)
     inputs = x, w, scale_x, scale_w
     y, expected = product(*inputs).double(), exact(*inputs)
-    error = ((y - expected) / expected).abs().nan_to_num().max()  # of 0 / 0, 0
+    error = ((y - expected) / expected).abs().nan_to_num().max()  # 0 / 0: 0
     print(f"largest error {error:.1e}, allowed {2**-22:.1e}")
     torch.testing.assert_close(y, expected, rtol=2**-22, atol=0)
 
@@ -209,8 +210,8 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# PyTorch's products are cuBLAS's. Rates count :math:`2MNK` operations. *Each
-# 128* is the same kernel with the accumulation of the next section.
+# Rows are sizes, M = N = K; rates count :math:`2MNK` operations. PyTorch's
+# products are cuBLAS's. *Each 128* sums more exactly, as the next section says.
 
 
 def calls(ours, M, N, K):
@@ -239,13 +240,12 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # -------------------------------------
 #
 # ``tl.dot`` adds to ``acc`` in the tensor core. Its option
-# ``max_num_imprecise_acc`` says how many products the tensor core may add up
-# before the sum goes to a float32 register, where it is added as float32.
-# Without the option, that is all of K: *fast accumulation*. With 128, the sum
-# of each 128 products is added in float32. We measure the error of the result
-# for several K, for Gaussian numbers and for positive ones, whose sum grows
-# with K. (The interpreter adds everything in float32; only a GPU shows a
-# difference.)
+# ``max_num_imprecise_acc`` limits how many products are added there before
+# their sum is added to a float32 register. Without the option, the limit is all
+# of K: *fast accumulation*. With 128, each sum of 128 products is added in
+# float32. We measure the error of the result for Gaussian numbers and for
+# positive ones, whose sum grows with K. (The interpreter adds everything in
+# float32; only a GPU shows a difference.)
 
 if __name__ == "__main__":
     columns = {}
@@ -263,23 +263,25 @@ if __name__ == "__main__":
     print("relative error by K", table.to_string(float_format="%.1e"), sep="\n")
 
 # %%
-# For comparison: rounding a result to bfloat16 costs up to
-# :math:`2^{-9} = 0.002`, and rounding an input to E4M3 up to
-# :math:`2^{-4} = 0.06`. On Hopper, fast accumulation loses more the longer the
-# sum is, and most where all terms have one sign. So take it where terms cancel
-# and K is the width of a layer. Take 128 for the gradient of a weight, a sum
-# over all tokens. The table of *How fast?* says what 128 costs.
+# On Hopper, the error of fast accumulation grows with K, most where all terms
+# have one sign. With 128, it hardly changes. For comparison, rounding a result
+# to bfloat16 costs up to :math:`2^{-9} = 0.002`, and rounding an input to E4M3
+# up to :math:`2^{-4} = 0.06`.
+#
+# So fast accumulation is fine for the output of a layer, where terms cancel and
+# K is the layer's width. For the gradient of a weight, a sum over all tokens,
+# pass ``IMPRECISE=128``. The first two columns of *How fast?* show its price.
 
 # %%
 # The op
 # ------
 #
 # ``fp8_matmul(x, weight, scale_x, scale_weight, bias=None)`` is this gallery's
-# op. To the kernel of this page it adds the bias, a scale of one element for
-# the whole tensor, tiles that the GPU's copy engine loads
-# (``tensor_descriptors.py``), and one program per multiprocessor
-# (``persistent_matmul.py``). ``out_dtype`` is bfloat16 unless you give another,
-# and ``use_fast_accum=False`` adds each 128 products in float32.
+# op. It also takes a bias, and one scale for a whole tensor. The GPU's copy
+# engine loads its tiles (``tensor_descriptors.py``), and one program for each
+# multiprocessor computes several of them (``persistent_matmul.py``).
+# ``out_dtype`` is bfloat16 unless you give another, and
+# ``use_fast_accum=False`` adds each 128 products in float32.
 # ``fp8_matmul_linear`` is the layer of the next section, ready-made.
 
 from triton_gallery_ops.fp8_matmul import fp8_matmul
@@ -290,14 +292,16 @@ from triton_gallery_ops.quantize import quantize_with_transpose
 # -----------------
 #
 # Training takes three products: :math:`y = x W^T`, :math:`dx = g W` and
-# :math:`dW = g^T x`. As the tensor cores want what is summed over to be
-# contiguous, the second needs ``W`` transposed, and the last ``g`` and ``x``.
-# ``quantize_with_transpose`` (``quantize.py``) writes a matrix's values, their
-# scale, the transposed values and their scale, in one pass. ``(-1, -1)`` asks
-# for a scale of the whole tensor, which the transposed values share. The
-# gradient becomes E5M2, which has one bit less of mantissa and a wider range.
+# :math:`dW = g^T x`, where ``g`` is the gradient of ``y``. The tensor cores
+# want the axis that is summed over to be contiguous, so :math:`dx` needs ``W``
+# transposed, and :math:`dW` needs ``g`` and ``x`` transposed.
+# ``quantize_with_transpose`` (``quantize.py``) writes the float8 values, their
+# scale, the transposed values and their scale, in one pass. With one scale for
+# the whole tensor, both scales are the same. The gradient becomes E5M2, which
+# has one bit less of mantissa and a wider range; a product can mix it with
+# E4M3.
 
-TENSOR = -1, -1
+TENSOR = -1, -1  # a block as large as the tensor: one scale
 
 
 class Float8Linear(torch.autograd.Function):
@@ -315,15 +319,16 @@ class Float8Linear(torch.autograd.Function):
         x_t, scale_x, w_t, scale_w = ctx.saved_tensors
         g8, scale_g, g_t, _ = quantize_with_transpose(g, TENSOR, E5M2)
         dx = fp8_matmul(g8, w_t, scale_g, scale_w, out_dtype=g.dtype)
-        # A sum over all tokens: not with fast accumulation
+        # A sum over all tokens: no fast accumulation
         kind = {"out_dtype": g.dtype, "use_fast_accum": False}
         return dx, fp8_matmul(g_t, x_t, scale_g, scale_x, **kind)
 
 
 # %%
-# Does it train? Two layers learn what a random layer with a tanh does, with
-# products in bfloat16 and in float8, from the same weights. (Without a GPU it
-# is float32, as Triton's interpreter computes wrongly in bfloat16.)
+# Does it train? Two layers learn what a random layer with a tanh does, in
+# bfloat16 and in float8, from the same weights. The losses may differ by 5 % in
+# any step, and must fall. (Without a GPU, float32 replaces bfloat16, which
+# Triton's interpreter computes wrongly.)
 
 ON_GPU = DEVICE.type == "cuda"
 WIDTH, STEPS = (1024, 200) if ON_GPU else (32, 12)
@@ -394,9 +399,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # The result
 # ----------
 #
-# Each product is a layer of a model; its label gives tokens, outputs and inputs
-# (M, N, K). In the chart, *Triton* is the op, and *Triton, this page* is the
-# first kernel.
+# Each product is a layer of a model, labelled M, N, K: tokens, outputs, inputs.
+# *Triton* is the op, and *Triton, this page* is the first kernel. Farther right
+# is faster. The line below the chart gives the op's rate as a fraction of
+# *cuBLAS, float8*, from the lowest to the highest.
 
 LAYERS = {
     "64, 7168, 4096": (64, 7168, 4096),
@@ -432,7 +438,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Both are kernels with the arguments of ``product_kernel``. Write one and run
 # the cell: it says whether the kernel is right. No GPU is needed.
 #
-# **1.** After the scales, apply ReLU.
+# **1.** After the scales, apply ReLU (``tl.maximum``).
 
 relu_kernel = None  # your kernel
 

@@ -18,8 +18,8 @@
 # [[tool.triton-gallery.step_through]]
 # kernel = "norm_kernel"
 # caption = """
-# A row of x per program. MAX is 7 here instead of 448, and values stay float32.
-# A row has 6 elements and BLOCK_N is 8."""
+# A row of x per program. MAX is 7 here, so the scale of row 0 is 14 / 7. Values
+# stay float32. A row has 6 elements and BLOCK_N is 8."""
 # registers = ["r", "y", "largest", "scale", "values"]
 # call = "norm_and_quantize(x, weight, 0.0, torch.float32, 7.0)"
 # start = [0, 2]
@@ -37,9 +37,9 @@ Fused RMSNorm and SwiGLU with FP8 quantization
 
 A linear layer in 8 bits wants its input in 8 bits, with scales. That input
 comes from an RMSNorm or from a SwiGLU, so the kernel that computes it can also
-quantize it, while the row is in registers. This is what inference engines do
-between matrix products. It is not for training, where the norm in 16 bits is
-needed again in the backward.
+quantize it, while the row is in registers. Inference engines do this between
+matrix products. It is not for training, whose backward needs the norm in 16
+bits.
 
 After this page you can
 
@@ -78,8 +78,8 @@ from triton_gallery.counting import Traffic
 # The norm divides each row by its root mean square and multiplies by a weight.
 # *Quantize to FP8 and INT8* divides each row by a scale, which brings its
 # largest magnitude to 448, the largest ``float8_e4m3fn``. No scale is below
-# ``2.0**-126``, the smallest normal float32: one over 0 is infinite, and 0
-# times infinity is NaN.
+# ``2.0**-126``, the smallest float32 with a full mantissa: with a scale of 0, a
+# row of zeros would become NaN.
 
 E4M3 = torch.float8_e4m3fn
 EPS = 1e-6
@@ -101,9 +101,9 @@ def in_torch(x, weight):
 
 # %%
 # The fewest bytes that must move, the *floor*, are ``x`` and the weight read
-# once, values and scales written once. One kernel moves just that; of two, the
-# first also writes the norm and the second reads it. ``Traffic`` counts what
-# PyTorch's operators read and write; ``rms_norm`` is several of them.
+# once, values and scales written once. One kernel moves just that. Of two
+# kernels, the first also writes the norm and the second reads it. ``Traffic``
+# counts what PyTorch's operators read and write; ``rms_norm`` is several.
 
 if __name__ == "__main__":
     x, weight = randn(64, 4096).bfloat16(), randn(4096).bfloat16()
@@ -118,11 +118,11 @@ if __name__ == "__main__":
 # The first kernel
 # ----------------
 #
-# It begins as the kernel of an RMSNorm, but does not store ``y``. Instead, the
-# row's largest magnitude gives the scale, and the row, still in registers, is
-# multiplied by one over it. Two kernels would store ``y`` in the dtype of
-# ``x``, so this one rounds it to that dtype, as vLLM and TensorRT-LLM do.
-# Masked elements are 0, which changes neither the sum nor the maximum.
+# It begins as the kernel of an RMSNorm: ``r`` is one over the root mean square.
+# But it does not store ``y``. The row's largest magnitude gives the scale, and
+# the row, still in registers, is multiplied by the scale's inverse. Two kernels
+# would store ``y`` in the dtype of ``x``, so this one rounds it, as vLLM and
+# TensorRT-LLM do. Masked elements of 0 change neither the sum nor the maximum.
 
 
 @triton.jit
@@ -148,7 +148,7 @@ def norm_kernel(
     largest = tl.max(tl.abs(y), axis=0)
     scale = tl.maximum(largest / MAX, 2.0**-126)
     values = y * (1 / scale)  # (BLOCK_N,)
-    # No clamp: what exceeds MAX by a bit of float32 is rounded to it
+    # No clamp: a value just above MAX is rounded to MAX
     values = values.to(values_ptr.dtype.element_ty)
     tl.store(values_ptr + row * N + offs, values, mask=mask)
     tl.store(scale_ptr + row, scale)
@@ -157,7 +157,7 @@ def norm_kernel(
 def norm_and_quantize(x, weight, eps=EPS, dtype=E4M3, MAX=448.0):
     """Return the norm of each row over its scale, and the scales."""
     M, N = x.shape
-    assert 0 < N <= 16384  # 16 warps: on AMD GPUs 1024 threads, the most
+    assert 0 < N <= 16384  # 16 warps: on AMD GPUs 1024 threads, the limit
     assert weight.shape == (N,)
     assert dtype.is_floating_point  # an integer would have to be rounded first
     x, weight = x.contiguous(), weight.contiguous()
@@ -174,7 +174,7 @@ def norm_and_quantize(x, weight, eps=EPS, dtype=E4M3, MAX=448.0):
 # Is it right?
 # ------------
 #
-# With values in float32, a few roundings may differ from float64. The float8
+# 0.01 of 448 leaves room for roundings to float32, not to 16 bits. The float8
 # check avoids rounding, which Triton's interpreter does wrongly: ``x * r`` is 1
 # or -1, and the weights are float8 numbers up to 448, so the scale is 1.
 
@@ -193,7 +193,7 @@ if __name__ == "__main__":
     exact = norm_torch(x.double(), weight.double())
     compare(*norm_and_quantize(x, weight, dtype=torch.float32), exact)
     x = 1024 * randn(20, 1000).sign().bfloat16()  # so large that EPS is nothing
-    x[3] = 0
+    x[3] = 0  # its values must be 0, not NaN
     weight = (200 * randn(1000)).clamp(-448, 448).to(E4M3).bfloat16()
     for op in (in_torch, norm_and_quantize):
         compare(*op(x, weight), norm_torch(x.double(), weight.double()))
@@ -226,33 +226,36 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     print("GB/s", pd.DataFrame(rows).T.to_string(), sep="\n")
 
 # %%
-# Is ``y`` rounded to the dtype of ``x``? Then values times their scale are near
-# bfloat16 numbers.
+# The longer the row, the further ``norm_kernel`` is below the roof.
+#
+# One more check: is ``y`` rounded to the dtype of ``x``? Then values in float32
+# times their scale are nearly bfloat16 numbers. So we add a little, drop the 16
+# bits that bfloat16 lacks, and expect the same number.
 
 if __name__ == "__main__":
     x, ones = randn(20, 1000).bfloat16(), torch.ones_like(weight)
     values, scales = norm_and_quantize(x, ones, dtype=torch.float32)
     y = values * scales
-    near = (y + 2**-15 * y).view(torch.int32) & -65536  # the bits of bfloat16
+    near = (y + 2**-15 * y).view(torch.int32) & -65536  # drop 16 bits
     torch.testing.assert_close(near.view(torch.float32), y, rtol=1e-5, atol=0)
 
 # %%
 # Groups of 128
 # -------------
 #
-# What follows ``y`` does not depend on where ``y`` came from, so it becomes a
-# function, here for groups. The row is reshaped to (groups, 128): each row of
-# that block is one group. ``GROUP`` is a power of two, as ``BLOCK_N`` is. For a
-# norm with groups, keep ``norm_kernel`` down to the rounded ``y``, then call
-# this function; scales are (M, cdiv(N, GROUP)). With ``GROUP = BLOCK_N`` the
-# row is one group, as in ``norm_kernel``.
+# The steps after ``y`` serve any kernel, so they become a function, here with a
+# scale for each group. It reshapes the row to (groups, 128): each row of that
+# block is one group. ``GROUP`` is a power of two, as ``BLOCK_N`` is. For a norm
+# with groups, keep ``norm_kernel`` down to the rounded ``y``, then call this
+# function with scales of shape (M, cdiv(N, GROUP)). With ``GROUP = BLOCK_N``
+# the row is one group, as in ``norm_kernel``.
 
 
 @triton.jit
 def store_groups(
     y,  # (BLOCK_N,)
-    values_ptr,  # to the row
-    scale_ptr,
+    values_ptr,  # to the row's first value
+    scale_ptr,  # to the row's first scale
     N,
     MAX: tl.constexpr,
     GROUP: tl.constexpr,
@@ -276,10 +279,11 @@ def store_groups(
 # ---------------------
 #
 # In a transformer a norm follows an addition: ``h = residual + x`` is
-# normalized for this layer, and is also the residual of the next addition.
-# Three kernels would move, of each element, (2 + 2 + 2) + (2 + 2) + (2 + 1)
-# bytes, and one 2 + 2 + 2 + 1. It writes ``h``, as later layers read it, but
-# does not read it again for the norm. Like ``y``, the sum is rounded first.
+# normalized for this layer, and is also the residual of the next addition. In
+# bfloat16, addition, norm and quantization as three kernels move 2 + 2 + 2, 2 +
+# 2 and 2 + 1 bytes an element; one kernel moves 2 + 2 + 2 + 1. It writes ``h``
+# for later layers, but does not read it again for the norm. Like ``y``, the sum
+# is rounded first.
 
 
 @triton.jit
@@ -337,8 +341,8 @@ if __name__ == "__main__":
 # ------
 #
 # SwiGLU makes the input of the second product in a feed-forward layer:
-# ``silu(gate) * up``, where ``silu(x)`` is ``x * sigmoid(x)``. The kernel makes
-# that its ``y``, with ``tl.sigmoid``, and calls the same function.
+# ``silu(gate) * up``, where ``silu(x)`` is ``x * sigmoid(x)``. The kernel
+# computes this as its ``y`` and calls ``store_groups``.
 
 
 @triton.jit
@@ -380,7 +384,7 @@ def swiglu_and_quantize(gate, up, dtype=E4M3, GROUP=128):
 
 
 if __name__ == "__main__":
-    gate, up = randn(9, 896), randn(9, 896)  # seven groups in a row
+    gate, up = randn(9, 896), randn(9, 896)  # seven groups of 128 in a row
     exact = torch.nn.functional.silu(gate.double()) * up.double()
     values, scales = swiglu_and_quantize(gate, up, torch.float32)
     compare(*(t.view(9, 7, -1) for t in (values, scales, exact)))
@@ -393,7 +397,7 @@ if __name__ == "__main__":
 # ``fused_quantize_swiglu`` are this gallery's ops. They agree with ``rms_norm``
 # or ``swiglu``, followed by ``quantize``. To these kernels they add
 #
-# * int8, scales that the caller knows, and scales that are powers of two;
+# * int8, scales that the caller gives, and scales that are powers of two;
 # * several short rows in a program, and long rows of SwiGLU;
 # * strides, as of gate and up in one tensor, and ``1 + weight``, as Gemma has;
 # * NaN scales for rows with NaN (the kernels here write NaN only to values).
@@ -406,8 +410,8 @@ from triton_gallery_ops.quantize import quantize
 from triton_gallery_ops.rms_norm import rms_norm
 
 # %%
-# The op rounds to float8, without a GPU, too. Float8 numbers are up to 32
-# apart, so we allow half of that.
+# The ops round to the nearest float8, without a GPU, too. Near 448 these are 32
+# apart, so we allow half of that, and 0.01 as above.
 
 ROW, GROUPS = (1, -1), (1, 128)  # what shares a scale
 
@@ -433,7 +437,7 @@ if __name__ == "__main__":
 # Two kernels may add a row in different orders, so ``r`` may differ in its last
 # bit. Then a ``y`` near the middle of two bfloat16 numbers may become either,
 # and its value the next float8 number: with 3 bits of mantissa that is at most
-# an eighth away, or 2**-9 near 0.
+# an eighth away, or ``2**-9`` near 0.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     x, weight = randn(300, 5000).bfloat16(), randn(5000).bfloat16()
@@ -450,7 +454,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # RMSNorm and a scale for each row, in bfloat16. In the chart, *Triton* is the
 # op, *Triton, this page* is ``norm_kernel``, and *Triton, two ops* are
-# ``rms_norm`` and ``quantize``, each in its own kernel.
+# ``rms_norm`` and ``quantize``, each in its own kernel. Where N is no power of
+# two, ``norm_kernel`` masks off a part of its block. In the lines below the
+# chart, a ratio above 1 means that the op is faster.
 
 SIZES = [1024, 2048, 2880, 4096, 5120, 7168, 12288, 16384]
 
@@ -473,9 +479,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Fill a hole and run its cell: it says whether the answer is right. No GPU is
 # needed.
 #
-# **1.** SwiGLU with groups of 128, in bfloat16: how many bytes an element does
-# one kernel move, and how many do two, if the first stores ``y`` and the second
-# reads it once? Count the scales, too.
+# **1.** SwiGLU with groups of 128, in bfloat16: how many bytes per element
+# does one kernel move, and how many do two, if the first stores ``y`` and the
+# second reads it once? Count the scales, too.
 
 in_one, in_two = 0, 0  # your numbers
 
@@ -495,10 +501,10 @@ if __name__ == "__main__":
 
 # %%
 # **2.** In ``norm_kernel``, ``r`` needs the sum, ``y`` needs ``r``, and the
-# maximum needs ``y``: one reduction waits for the other. But ``r`` is one for
-# the row. Write a kernel with the arguments of ``norm_kernel`` whose maximum
-# needs no ``r``. (With ``y`` in 16 bits, the scale would no longer be that of
-# the rounded row.)
+# maximum needs ``y``: one reduction waits for the other. But all of the
+# row has one ``r``. Write a kernel with the arguments of ``norm_kernel`` whose
+# maximum needs no ``r``. (All is float32 here. In 16 bits, ``y`` would be
+# rounded before its maximum.)
 
 one_wait_kernel = None  # your kernel
 

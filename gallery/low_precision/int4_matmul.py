@@ -34,17 +34,17 @@ r"""
 4-bit weights, 16-bit activations (W4A16, int4)
 ===============================================
 
-A language model that writes one token reads all of its weights for it. Weights
-of 4 bits are a quarter of the bytes of float16. The model could write four
-times as fast, if unpacking cost no time. This page unpacks weights in
-registers, on their way to the tensor cores. For many rows at a time, as in
-training, arithmetic takes the time, and only memory is saved.
+To write one token, a language model reads all of its weights. With weights of 4
+bits instead of 16, it could write up to four times as fast, if unpacking cost
+no time. This page unpacks weights in registers, on their way to the tensor
+cores. For many rows at a time, as in training, arithmetic takes the time, and
+4-bit weights save memory alone.
 
 After this page you can
 
 * pack eight codes into a word, and unpack them in a kernel;
 * turn integers into floats with an AND and an OR, two at a time;
-* order codes in memory so that each thread reads those it multiplies.
+* order codes in memory so that each thread reads the codes it multiplies.
 """
 
 # sphinx_gallery_tags = ["matmul", "memory bound", "split-K", "quantization"]
@@ -122,15 +122,15 @@ def draw_words(pack):
 #
 # .. math:: w = (\mathrm{code} - \mathrm{zero}) \cdot \mathrm{scale}.
 #
-# The scale is a step, and the zero point is the code of the weight 0. We draw
-# all of them at random. (``kind`` holds the generator and the device.)
+# The scale is the distance between neighbouring weights, the zero point is the
+# code of the weight 0. We draw codes, scales and zero points at random.
 
 GROUP = 128
 
 
 def make_weights(N, K):
     """Return codes (N, K), and scales and zero points (K / GROUP, N)."""
-    codes = torch.randint(16, (N, K), **kind)
+    codes = torch.randint(16, (N, K), **kind)  # kind: generator, device
     scale = (torch.rand(K // GROUP, N, **kind) + 0.5).half()
     zero = torch.randint(16, (K // GROUP, N), **kind).half()
     return codes, scale, zero
@@ -149,7 +149,7 @@ def dequantize(codes, scale, zero):
 #
 # Eight codes are packed into a *word*, an integer of 32 bits. Here code ``i``
 # is in the bits ``4 * i`` to ``4 * i + 3``: a shift brings it to the lowest
-# bits, and an AND with 15 takes it out.
+# bits, and an AND with 15 clears all others.
 
 
 def pack_in_order(codes, GROUP=GROUP):
@@ -167,10 +167,10 @@ def unpack_in_order(words, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
 
 
 # %%
-# ``W`` is the first operand of ``tl.dot``; the few rows of ``x``, filled up to
-# 16 with zeros, are the second. A row of ``W`` has one scale in a group. So a
-# step is one group, and the product is scaled, not each weight. The grid's axes
-# are rows of ``W``, parts of ``K`` (one, until *Few programs*), rows of ``x``.
+# A program multiplies 64 rows of ``W`` by 16 of ``x``. A step is one group, in
+# which a row of ``W`` has one scale: so we scale the product, not each weight.
+# The grid's axes are rows of ``W``, parts of ``K`` (one, until *Few programs*)
+# and rows of ``x``. ``UNPACK`` is a function; a later one unpacks faster.
 
 
 @triton.jit
@@ -196,7 +196,7 @@ def int4_kernel(
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]  # (1, BLOCK_M)
     offs_k = tl.arange(0, GROUP)[:, None]  # (GROUP, 1)
     offs_w = tl.arange(0, GROUP // 8)[None, :]  # (1, GROUP // 8)
-    # Past the last row of W, read it once more: its result is not stored.
+    # Past the last row of W, read that row again: its result is not stored.
     rows = tl.minimum(offs_n, N - 1)
     steps = K // GROUP // tl.num_programs(axis=1)  # groups of a program
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
@@ -205,7 +205,7 @@ def int4_kernel(
         scale = tl.load(scale_ptr + group * N + rows)  # (BLOCK_N, 1)
         zero = tl.load(zero_ptr + group * N + rows)  # (BLOCK_N, 1)
         codes = UNPACK(words, BLOCK_N, GROUP)  # (BLOCK_N, GROUP)
-        w = codes.to(zero.dtype) - zero
+        w = codes.to(zero.dtype) - zero  # integers, exact in float16
         x_ptrs = x_ptr + offs_m * K + group * GROUP + offs_k
         x = tl.load(x_ptrs, mask=offs_m < M, other=0.0)  # (GROUP, BLOCK_M)
         acc += tl.dot(w, x) * scale
@@ -233,8 +233,8 @@ def multiply(x, words, scale, zero, UNPACK=unpack_in_order, splits=1):
 # Is it right?
 # ------------
 #
-# Each of the ``K`` additions may be off by :math:`2^{-23}` of the sum of the
-# terms' magnitudes. The store rounds to float16, by at most half its ``eps``.
+# Each of the ``K`` additions may be off by float32's ``eps``, :math:`2^{-23}`,
+# of the sum of the terms' magnitudes; the store, by half of float16's ``eps``.
 
 
 def check(function, pack):
@@ -255,9 +255,9 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# One row times three sizes of weights. Beside our kernel are cuBLAS in float16,
-# and the *roof*: PyTorch's own sum over the bytes of codes, scales and zero
-# points, which any kernel has to read. Rates count these bytes alone.
+# We multiply one row by weights of three sizes, N x K. Beside our kernel are
+# cuBLAS with float16 weights, and the *roof*: a sum in PyTorch over the bytes
+# of codes, scales and zero points, which any kernel must read.
 
 
 def show_rates(ours):
@@ -302,32 +302,34 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Floats without a conversion
 # ---------------------------
 #
-# A tile has 64 x 128 codes and a program 128 threads, so a thread converts 64
-# codes of each group from integers to floats. And ``reshape`` leaves codes with
-# threads that do not multiply them, so they pass through *shared memory*, which
-# all threads of a program reach. Another order of the codes avoids the
-# conversions and this traffic.
+# Rates count the roof's bytes, even for cuBLAS: in a column, twice the rate is
+# half the time. What does our kernel do besides reading? A program's 128
+# threads share a tile of 64 x 128 codes, so in each group a thread converts 64
+# codes from integers to floats. And ``reshape`` leaves codes in threads that do
+# not multiply them, so they move through *shared memory*, which all threads of
+# a program reach. Another order of the codes avoids both.
 #
-# A float16 number has a sign, five bits of exponent and ten of *mantissa*. For
-# numbers from 1024 to 2047, the last bit of the mantissa counts ones. So the
-# bits of 1024, 0x6400, with a code in the lowest four, are those of
-# ``1024 + code``:
+# A float16 number has a sign, five bits of exponent and ten of *mantissa* (its
+# digits after the first). From 1024 to 2047, neighbouring numbers are 1 apart:
+# the last bit of the mantissa counts ones. So an OR of a code into the bits of
+# 1024, 0x6400, gives the bits of ``1024 + code``:
 
 if __name__ == "__main__":
     floats = (torch.arange(16, dtype=torch.int16) | 0x6400).view(torch.float16)
     print(floats[:4].tolist(), "to", floats[-1].item())
 
 # %%
-# A word has room for two float16 numbers. One AND with 0x000F000F takes out two
-# codes, 16 bits apart. One OR makes floats of both, and one instruction
-# subtracts 1024 from both. With three shifts, that reaches all eight codes.
+# A word has room for two float16 numbers. An AND with 0x000F000F keeps two
+# codes, 16 bits apart. An OR makes floats of both, and one instruction
+# subtracts 1024 from both. The same on the word shifted by 4, 8 and 12 bits
+# unpacks the other six codes.
 #
-# Which codes should share a word? The matrix instruction has a fixed place for
-# each element of its first operand. Four threads, ``t`` from 0 to 3, share a
-# row: of every eight columns, thread ``t`` holds ``2 t`` and ``2 t + 1``. So a
-# word gets columns of one thread alone, two neighbours 16 bits apart. The four
-# words of a thread are ``4 t`` to ``4 t + 3``: side by side, so that one load
-# takes them all.
+# Which codes should share a word? The matrix instruction fixes which thread
+# holds which element of its first operand. Four threads, ``t`` from 0 to 3,
+# share a row: of every eight columns, thread ``t`` holds ``2 t`` and
+# ``2 t + 1``. So a word gets columns of one thread alone, with neighbours 16
+# bits apart. One load reads the four words of thread ``t``, ``4 t`` to
+# ``4 t + 3``.
 
 
 def pack_in_pairs(codes):
@@ -342,20 +344,21 @@ def pack_in_pairs(codes):
 
 
 # %%
-# Here are the first 32 columns of a row, and the four words that hold them,
-# from their lowest bits on; the fifth code begins at bit 16. Words 1, 5, 9 and
-# 13 hold the next 32 columns. A colour is a thread, from ``t = 0`` on the left:
+# The upper line is the first 32 columns of a row, a colour for each thread. The
+# lower line is the four words that hold them, from their lowest bits on; the
+# fifth code of a word begins at bit 16. Each word has one colour: its codes are
+# of one thread. (Words 1, 5, 9 and 13 hold the next 32 columns.)
 
 if __name__ == "__main__":
     draw_words(pack_in_pairs)
 
 # %%
-# A new function for ``UNPACK`` undoes this order. ``tl.join`` puts two tensors
-# beside each other in a new last dimension, which counts fastest; so what is
-# far apart is joined first. ``permute`` sorts the dimensions. Which thread
-# unpacks which word is the compiler's choice: it works back from ``tl.dot``
-# through ``permute`` and ``join``, and with this order of the codes none has to
-# change its thread. The comments follow the first word of a row:
+# A new function for ``UNPACK`` undoes this order. ``tl.join`` alternates the
+# elements of two tensors, along a new last dimension. Joining ``c0`` with
+# ``c2``, ``c1`` with ``c3``, and then both results gives the order ``c0``,
+# ``c1``, ``c2``, ``c3``. ``permute`` then puts the columns in order. The
+# compiler chooses which thread unpacks which word; with this order of the
+# codes, none has to change its thread. The comments follow word 0 of a row:
 
 
 @triton.jit
@@ -383,12 +386,12 @@ in_pairs = partial(multiply, UNPACK=unpack_pairs)
 
 if __name__ == "__main__":
     check(in_pairs, pack_in_pairs)
-    check(partial(in_pairs, splits=4), pack_in_pairs)  # for later
+    check(partial(in_pairs, splits=4), pack_in_pairs)  # used below
 
 # %%
 # ``count_instructions``, from the folded cell, compiles the kernel for an H100,
-# which needs no GPU. It counts in the PTX, the assembly language of NVIDIA,
-# what a thread does for a group:
+# which needs no GPU. In the PTX, NVIDIA's assembly language, it counts the
+# instructions of a thread, nearly all of them for one group:
 
 if __name__ == "__main__":
     orders = ("in order", "in pairs")
@@ -397,20 +400,22 @@ if __name__ == "__main__":
     assert counts.loc["integer to float", "in pairs"] == 0
 
 # %%
-# No code is converted, and none is stored to shared memory. From each of the
-# thread's 32 pairs, 1024 and then the zero point are subtracted. The loads that
-# are left are of words, four at a time, which the compiler copies to shared
-# memory ahead of their use, and of the results after the loop.
+# *In pairs* converts no code, and stores none to shared memory. It subtracts
+# 1024 and then the zero point from each of the thread's 32 pairs. The loads
+# that are left are of words, four at a time, which the compiler copies to
+# shared memory before they are used, and of the results after the loop.
 
 # %%
 # Few programs: split the sum
 # ---------------------------
 #
-# A weight of 8192 rows is 128 programs, and an H100 has 132 multiprocessors.
-# Each of these has room for several programs, of which some work while others
-# wait. So we divide ``K`` among ``splits`` programs (*split-K*). Each stores
-# its part of the sum, and PyTorch adds the parts in a fixed order: the result
-# is deterministic.
+# A weight of 8192 rows makes only 128 programs. An H100 has 132
+# multiprocessors, and each has room for several programs, of which some work
+# while others wait. So we divide ``K`` among ``splits`` programs (*split-K*).
+# Each stores its part of the sum, and PyTorch adds the parts in a fixed order:
+# the result is deterministic. Down a column of the table, first the order of
+# the codes changes, then ``splits``. Without splits, the three columns have 64,
+# 128 and 224 programs.
 
 OURS["in pairs"] = in_pairs
 for splits in (2, 4, 8):
@@ -426,8 +431,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ``int4_matmul``
 #
 # * chooses the tile and ``splits`` by the sizes;
-# * loads a scale and its zero point as one word, and saves a subtraction: the
-#   bits that it puts around a code hold the zero point, too (exercise 2);
+# * loads a scale and its zero point as one word, and subtracts once, not twice:
+#   the bits that make a code a float depend on the zero point (exercise 2);
 # * takes bfloat16, other groups, and weights of GPTQ and AWQ, two widely used
 #   ways of choosing 4-bit weights;
 # * has a gradient for ``x``, and leaves more than 512 rows to cuBLAS.
@@ -439,7 +444,8 @@ from triton_gallery_ops.int4_matmul import int4_matmul
 # ----------
 #
 # We multiply 1 to 16 rows by a weight of 8192 x 8192. *Triton* is the op, and
-# *Triton, this page* is ``in_pairs`` with ``splits=4``.
+# *Triton, this page* is ``in_pairs`` with ``splits=4``. Rates count the same
+# bytes for any number of rows: a flat line says that more rows take no longer.
 
 SIZE = 8192
 
@@ -472,7 +478,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ---------
 #
 # 1. A bfloat16 number has eight bits of exponent and seven of mantissa. Which
-#    bits take the place of 0x6400, and which number that of 1024?
+#    bits replace 0x6400, and which number replaces 1024?
 
 bits, number = None, None  # yours
 
@@ -490,8 +496,9 @@ if __name__ == "__main__":
     print(check_bits(bits, number, torch.bfloat16))
 
 # %%
-# 2. The op has the zero point in the bits, and subtracts 1040. Return the bits
-#    for a zero point from 0 to 16, in float16. Why does it not subtract 1024?
+# 2. The op adds a code to bits that depend on the zero point, takes the sum for
+#    a float16 and subtracts 1040, which gives ``code - zero``. Return the bits
+#    for a zero point from 0 to 16. Why does the op not subtract 1024?
 
 
 def bits_of(zero):
@@ -516,7 +523,7 @@ if __name__ == "__main__":
 # %%
 # **2.** They are the bits of ``1040 - zero``. Below 1024 the last bit counts
 # halves, so a code would count half as much. With 1040, the largest zero point
-# leaves 1024.
+# leaves 1024. The last line tries 1024 and prints "wrong".
 
 
 def bits_answer(zero, base=1040):

@@ -37,7 +37,7 @@ MXFP8, MXFP4 and NVFP4 with tl.dot_scaled
 a row share a scale of one byte. ``tl.dot_scaled`` multiplies two such tiles
 with their scales. NVIDIA's B200 and AMD's MI350 have an instruction for that;
 on an H100, Triton turns the numbers into bfloat16 first. Use MX formats on GPUs
-with the instruction, or where a model's weights come in them. For float8 on an
+with the instruction, or for models whose weights come in them. For float8 on an
 H100, see ``fp8_matmul.py`` and ``block_scaled_matmul.py``.
 
 After this page you can
@@ -122,14 +122,14 @@ def show_instructions():
 # In PyTorch
 # ----------
 #
-# In MXFP8, ``x`` is (M, K) in float8: ``e4m3``, with 4 bits of exponent and 3
-# of mantissa, up to 448, or ``e5m2``, up to 57344. Each 32 numbers of a row are
-# a *group* (a *block* in the standard) and share a scale. It is a power of two,
-# so that a multiplication by it is exact, and is stored as one byte of
-# exponent: ``2 ** (byte - 127)``. PyTorch has a dtype for that,
-# ``float8_e8m0fnu``; the kernels here take ``scale.view(torch.uint8)``. MXFP4
-# has the same scales for numbers of 4 bits, ``e2m1``, which are listed below.
-# Two are in one byte, the first in its low half.
+# The numbers of MXFP8 are float8: ``e4m3``, with 4 bits of exponent and 3 of
+# mantissa, up to 448, or ``e5m2``, up to 57344. Each 32 numbers of a row are a
+# *group* (a *block* in the standard) and share a scale. The scale is a power of
+# two, so that multiplying by it is exact. Its exponent plus 127 is stored in a
+# byte: the scale is ``2 ** (byte - 127)``. PyTorch's dtype for such scales is
+# ``float8_e8m0fnu``; our kernels take ``scale.view(torch.uint8)``. MXFP4 has
+# the same scales, and numbers of 4 bits, ``e2m1``, all of them listed below. A
+# byte holds two, the first in its low half.
 
 E4M3 = torch.float8_e4m3fn
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]  # 2 bits of exponent, 1 of mantissa
@@ -163,8 +163,8 @@ if __name__ == "__main__":
 # The first kernel
 # ----------------
 #
-# Scales differ from group to group, so they cannot wait until the sum over K is
-# done. With ``s`` and ``t``, the bytes of the scales:
+# ``x`` is (M, K) and ``w`` is (N, K). Scales differ from group to group, so we
+# scale the sum of each group. With ``s`` and ``t``, the bytes of the scales:
 #
 # .. math:: y_{mn} = \sum_{\text{group } g} 2^{s_{mg} - 127} \,
 #    2^{t_{ng} - 127} \sum_{k \in g} x_{mk} w_{nk}.
@@ -209,7 +209,7 @@ def group_kernel(
     groups = K // GROUP
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for group in range(groups):
-        # (BLOCK_M, GROUP) and (BLOCK_N, GROUP); masked rows hold anything.
+        # (BLOCK_M, GROUP), (BLOCK_N, GROUP); masked rows are not stored.
         x = tl.load(x_ptrs + group * GROUP, mask=mask_m[:, None])
         w = tl.load(w_ptrs + group * GROUP, mask=mask_n[:, None])
         part = tl.dot(x, w.T)  # (BLOCK_M, BLOCK_N), of this group alone
@@ -241,8 +241,8 @@ def product(
 # Is it right?
 # ------------
 #
-# An H100's tensor cores keep fewer bits of a sum of float8 products than
-# float32 has, so we allow :math:`2^{-12}` of the sum of the terms' magnitudes.
+# An H100's tensor cores keep fewer bits of a sum of float8 products than the 24
+# of float32, so we allow :math:`2^{-12}` of the sum of the terms' magnitudes.
 
 
 def show_error(y, x, w):
@@ -308,11 +308,13 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Why does the instruction take the scales?
 # -----------------------------------------
 #
-# For each group, threads multiply every element of the tile by one scale, then
-# by the other while they add it (a multiply-add). `NVIDIA's H100
+# In the table, *torch.compile* decodes to bfloat16 and multiplies; cuBLAS has
+# no groups. What do scales cost ``group_kernel``? For each group, threads
+# multiply every element of the tile by one scale, then by the other while they
+# add it (a multiply-add). `NVIDIA's H100
 # <https://www.nvidia.com/en-us/data-center/h100/>`_ does 1979 TFLOP/s of float8
-# on tensor cores, without sparsity, and 67 of float32 in threads, where a
-# multiplication takes as long as a multiply-add, which is two operations.
+# on tensor cores, without sparsity, and 67 of float32 in threads. Both count a
+# multiply-add as two operations; a multiplication alone takes a thread as long.
 
 if __name__ == "__main__":
     tile = 128 * 64
@@ -328,9 +330,9 @@ if __name__ == "__main__":
 # apply them as it adds, and threads have nothing left to multiply.
 #
 # ``acc = tl.dot_scaled(x, scale_x, "e4m3", w, scale_w, "e2m1", acc)`` asks for
-# it: for each matrix its numbers, scales and format. ``w`` is (K, N), or
-# (K / 2, N) for ``e2m1``, packed along K. Its scales stay (N, K / 32), a row
-# for each column of the result. Tiles of ``BLOCK_K`` = 128 have four groups.
+# this instruction. It takes the numbers, scales and format of each matrix. Here
+# ``w`` is (K, N), or (K / 2, N) for ``e2m1``, packed along K, but its scales
+# stay (N, K / 32). Tiles of ``BLOCK_K`` = 128 have four groups.
 
 
 @triton.jit
@@ -347,7 +349,7 @@ def scaled_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
-    X: tl.constexpr,  # the formats
+    X: tl.constexpr,  # the formats of x and w
     W: tl.constexpr,
 ):
     PX: tl.constexpr = 2 if X == "e2m1" else 1  # numbers in one byte
@@ -410,7 +412,8 @@ elif __name__ == "__main__":
     print("not checked: needs a GPU or Triton 3.8")
 
 # %%
-# ``scaled_kernel`` at the sizes of *How fast?*:
+# ``scaled_kernel`` at the sizes of *How fast?*. An H100 or H200 does not have
+# the instruction; the next section shows what runs there instead:
 
 OURS["scaled_kernel"] = partial(scaled_product, dtype=torch.bfloat16)
 
@@ -422,29 +425,31 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ------------------------
 #
 # *NVFP4* is NVIDIA's format of 4 bits: groups of 16 ``e2m1``, a scale in
-# ``e4m3``, and one float32 for the whole tensor, by which a kernel multiplies
-# its result. ``scaled_kernel`` with GROUP = 16 and such scales multiplies it.
+# ``e4m3`` for each group, and one in float32 for the whole tensor, by which a
+# kernel multiplies its result. ``scaled_kernel`` takes it with GROUP = 16.
 #
 # ``show_instructions``, in the fold at the top of the page, compiles
-# ``scaled_kernel`` with ``triton.compile(source, target)`` for GPUs that need
-# not be here, and finds the matrix instructions in its code.
+# ``scaled_kernel`` with ``triton.compile(source, target)`` for three GPUs, none
+# of which is needed, and prints the matrix instructions in its code: ``wgmma``
+# on the H100, ``tcgen05.mma`` on the B200, ``v_mfma`` on the MI350.
 
 if __name__ == "__main__":
     show_instructions()
 
 # %%
-# ``block_scale`` and ``scale`` say that the instruction takes scales, ``kind``
-# for which formats. ``scale_vec::2X``: one instruction multiplies 64 numbers of
-# a row, which have two scales (newer Tritons write ``block32``, the numbers of
-# a group). ``cta_group::1`` is one program, not a pair. **For the B200 and the
-# MI350 this page has compiled and not run: it knows no speed of theirs.**
+# ``block_scale`` and ``scale`` say that the instruction takes scales, and
+# ``kind`` names the formats. ``scale_vec::2X``: one instruction multiplies 64
+# numbers of a row, which have two scales (newer Tritons write ``block32``, the
+# numbers of a group). ``cta_group::1``: one program runs it, not a pair. **For
+# the B200 and the MI350, this page only compiles: it has no speed of theirs.**
 #
-# The H100 has no such instruction. There, threads decode numbers, scale them
-# and round to bfloat16, and the product is one of bfloat16. In bfloat16's range
-# that is exact: a number has at most 4 significant bits, and bfloat16 has 8.
+# The H100 has no such instruction: its ``bf16.bf16`` are the dtypes of both
+# operands. Threads decode numbers, scale them and round to bfloat16. In
+# bfloat16's range that is exact: a number has at most 4 significant bits, and
+# bfloat16 has 8.
 #
 # Not every Triton compiles NVFP4 for every GPU, and even Triton 3.9's
-# interpreter takes its scales for powers of two, so it is not checked here.
+# interpreter takes its scales for powers of two, so NVFP4 is not checked here.
 #
 # The B200 wants scales in an order of its own. Ours are stored row by row, and
 # the compiled kernel reorders them; Triton's tutorial *Block Scaled Matrix
@@ -461,8 +466,8 @@ if __name__ == "__main__":
 #
 # Where the GPU has the instruction, more than 64 rows go to ``tl.dot_scaled``.
 # Otherwise the op decodes as exercise 2 does: it shifts a number's bits into a
-# wider float, and multiplies by a power of two, since the exponents have
-# different offsets. Scaled and rounded to 16 bits, the tiles go to ``tl.dot``.
+# wider float, and multiplies by a power of two that corrects the exponent. It
+# then scales the tiles, rounds them to 16 bits and calls ``tl.dot``.
 
 from triton_gallery_ops.mx_matmul import mx_matmul
 
@@ -471,8 +476,9 @@ from triton_gallery_ops.mx_matmul import mx_matmul
 # ----------
 #
 # The sizes (M, N, K) are of layers of models. *Triton* is the op with MXFP8,
-# *Triton, MXFP4 weight* the op with bfloat16 tokens, and *Triton, this page* is
-# ``scaled_kernel``.
+# *Triton, MXFP4 weight* the op with ``x`` in bfloat16, and *Triton, this page*
+# is ``scaled_kernel``. The lines below the chart divide the op's rate by each
+# other rate, at all sizes: less than 1 means that the op is slower.
 
 LAYERS = [
     (16, 7168, 2048),
@@ -522,10 +528,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Write a kernel and run the cell: it says whether the kernel is right. No GPU
 # is needed.
 #
-# **1.** A byte of 0 is the scale :math:`2^{-127}`, too small for an exponent of
-# its own in float32: its bits are 0x00400000. A byte of 255 says that the group
-# is not a number. ``power_of_two`` gives 0 and infinity instead. Store all 256
-# scales, as PyTorch has them.
+# **1.** A byte of 0 is the scale :math:`2^{-127}`. Float32 has no exponent that
+# small for ordinary numbers; the bits of this one are 0x00400000. A byte of 255
+# is NaN. ``power_of_two`` gives 0 and infinity instead. Store the scales of all
+# 256 bytes, as PyTorch has them.
 
 scales_kernel = None  # your kernel, of (byte_ptr, scale_ptr)
 
@@ -547,11 +553,12 @@ if __name__ == "__main__":
 
 # %%
 # **2.** Multiply MXFP8 by MXFP4 without ``tl.dot_scaled``: write a kernel with
-# the arguments of ``group_kernel`` whose ``w`` is packed. Shifted left by 9, a
-# magnitude's two bits of exponent are the lowest two of a float16's exponent,
-# and its bit of mantissa is the mantissa's first. The float16 is then the
-# number times :math:`2^{-14}` (biases 15 and 1). ``tl.join`` puts two tensors
-# beside each other along a new last axis, and ``tl.reshape`` brings K back.
+# the arguments of ``group_kernel`` whose ``w`` is packed. The lowest three bits
+# of a code are its magnitude. Shifted left by 9, its two bits of exponent are
+# the lowest two of a float16's exponent, and its bit of mantissa is the first
+# of the float16's. That float16 is the number times :math:`2^{-14}`, as the
+# exponents' offsets are 15 and 1. ``tl.join`` alternates the elements of two
+# tensors along a new last axis, and ``tl.reshape`` makes that one axis of K.
 
 mixed_kernel = None  # your kernel
 

@@ -14,7 +14,7 @@
 # [[tool.triton-gallery.step_through]]
 # kernel = "row_kernel"
 # caption = """
-# A row of x per program. Here MAX is 7, so that the scales are small: 1 and 2.
+# A row of x per program, to int8. MAX is 7 here, so the scales are 1 and 2.
 # A row has 5 elements and BLOCK_N is 8. 3 / 2 and -5 / 2 are rounded up."""
 # registers = ["x", "largest", "scale", "values"]
 # inputs = { x = "torch.tensor([[1., -7, 3, 0, 5], [14, 3, -5, 6, 0]])" }
@@ -29,10 +29,10 @@ Quantize to FP8 and INT8: a scale for each row or group
 =======================================================
 
 A weight or an activation of 8 bits takes half the memory of bfloat16, and the
-tensor cores of an H100 multiply 8-bit numbers twice as fast. But eight bits
-cover a small range, so a block of numbers shares a *scale*. A cast alone
-needs no kernel of yours; finding the scale and casting in one pass over memory
-does.
+tensor cores of an H100 multiply 8-bit numbers twice as fast as bfloat16. But
+eight bits cover a small range, so a block of numbers shares a *scale*. PyTorch
+can cast without a kernel of yours. You need one to find the scale and cast in
+one pass over memory.
 
 After this page you can
 
@@ -83,8 +83,8 @@ def check(launch, kernel, x, expected):
 # mantissa, and no infinity. Its largest number is 448. We divide each row by a
 # *scale* that brings its largest magnitude to 448, and keep the scale:
 # :math:`x \approx \mathit{values} \cdot \mathit{scale}`. PyTorch does it in
-# several kernels, and each of them reads or writes memory. The *floor* is what
-# any kernel has to move: it reads ``x`` and writes the values and the scales.
+# several kernels; ``Traffic`` counts the bytes that these read and write. The
+# *floor* is what any kernel moves: it reads ``x`` and writes values and scales.
 
 E4M3 = torch.float8_e4m3fn
 generator = torch.Generator(device=DEVICE).manual_seed(0)
@@ -110,12 +110,11 @@ if __name__ == "__main__":
 # ----------------
 #
 # A program keeps a row in registers, so that the row is read once for both
-# uses. Masked elements are 0, which changes no maximum.
-#
-# A row of zeros would have the scale 0, and a row of tiny numbers a scale whose
-# inverse overflows. So no scale is below ``2.0**-126``. A cast to int8 cuts the
-# fraction off: 1.9 becomes 1. So before it the kernel rounds, with ``floor(v +
-# 0.5)``. A cast to a float rounds by itself.
+# uses. Masked elements are 0, which changes no maximum. A row of zeros would
+# have the scale 0 and, as in ``quantize_torch``, NaN values; for tiny numbers
+# the inverse overflows. So no scale is below ``2.0**-126``, the smallest
+# float32 with a full mantissa. A cast to int8 cuts the fraction off, so the
+# kernel rounds first: ``floor(v + 0.5)``.
 
 
 @triton.jit
@@ -130,7 +129,7 @@ def row_kernel(
     scale = tl.maximum(largest / MAX, 2.0**-126)
     # One division for the row, and a product for each element
     values = x * (1 / scale)  # (BLOCK_N,)
-    if values_ptr.dtype.element_ty.is_int():  # known when it is compiled
+    if values_ptr.dtype.element_ty.is_int():  # decided at compile time
         values = tl.floor(values + 0.5)
     values = values.to(values_ptr.dtype.element_ty)
     tl.store(values_ptr + row * N + offs, values, mask=mask)
@@ -142,12 +141,12 @@ def quantize_rows(x, kernel=row_kernel, dtype=E4M3, MAX=None):
     info = torch.finfo if dtype.is_floating_point else torch.iinfo
     MAX = MAX or float(info(dtype).max)  # 448 for float8_e4m3fn
     M, N = x.shape
-    assert 0 < N <= 16384  # a longer row would not fit into registers
+    assert 0 < N <= 16384  # 16 warps; the op takes longer rows
     x = x.contiguous()
     values = torch.empty_like(x, dtype=dtype)
     scales = x.new_empty(M, 1, dtype=torch.float32)
     BLOCK_N = triton.next_power_of_2(N)
-    warps = max(1, BLOCK_N // 1024)  # a thread has 32 elements, or fewer
+    warps = max(1, BLOCK_N // 1024)  # 32 threads each, 32 elements a thread
     kernel[(M,)](x, values, scales, N, MAX, BLOCK_N, num_warps=warps)
     return values, scales
 
@@ -156,10 +155,10 @@ def quantize_rows(x, kernel=row_kernel, dtype=E4M3, MAX=None):
 # Is it right?
 # ------------
 #
-# A GPU rounds to the nearest float8. Triton's interpreter has a fault there: it
-# turns 1.97 into 1, not 2. So each row of the check is made of float8 numbers
-# times one power of two: nothing has to be rounded, and the error must be 0.
-# An integer is off by half a *step* at most; a step is the scale.
+# A GPU rounds to the nearest float8; Triton's interpreter does not:
+# 1.97 becomes 1. For both, a row of the check is float8 numbers times one power
+# of two: nothing is rounded, so the error must be 0. Int8 numbers are one scale
+# (a *step*) apart, so rounding is off by half a step at most.
 
 
 def exact_rows(M, N, largest=448):
@@ -189,7 +188,8 @@ if __name__ == "__main__":
 
 # %%
 # On a GPU, any numbers will do. Triton's division may be off by two in the last
-# place, so a value half way between two float8 numbers may become either.
+# place, ``2**-22``. So a value half way between two float8 numbers may become
+# either: they are an eighth apart at most, or ``2**-9`` near 0.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     x = torch.randn(300, 5000, generator=generator, device=DEVICE)
@@ -203,7 +203,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # How fast?
 # ---------
 #
-# The input is half a gigabyte; the *roof* copies as many bytes as the floor.
+# The *roof* is a copy that moves as many bytes as the floor.
 
 ELEMENTS = 2**28  # far more than a GPU's caches hold
 FLOOR = 3e-6 * ELEMENTS  # megabytes: two bytes read, one written
@@ -248,10 +248,9 @@ if __name__ == "__main__":
         print(f"{dtype!s:20} keeps {kept} of 1024 numbers")
 
 # %%
-# The integers are all 1 apart, so the scale decides how far apart the numbers
-# of a row are, and one outlier decides the scale. All others become 0. A float
-# keeps three bits of mantissa down to its smallest normal number. Its scale has
-# only to keep numbers from overflow and from becoming 0.
+# In int8 one outlier decides the step of the whole row, and all other numbers
+# become 0. A float8 has three bits of mantissa down to ``2**-6``, and fewer
+# down to ``2**-9``: its scale has only to avoid overflow and 0.
 
 # %%
 # How large may a block be?
@@ -259,9 +258,10 @@ if __name__ == "__main__":
 #
 # A scale for fewer numbers than a row confines the outlier's damage. To compare
 # sizes of blocks, PyTorch quantizes two matrices in float64: one of *Gaussian*
-# numbers, as weights are, about; and the same with *outliers*, one column in a
-# hundred 50 times larger, as in activations of language models. The error is
-# the root mean square of the differences over that of ``x``.
+# numbers, much as weights are; and the same with *outliers*, one column in a
+# hundred 50 times larger, as in activations of language models. A line of the
+# table is the rows x columns that share a scale. The error is the root mean
+# square of the differences over that of ``x``.
 
 
 def error_of(x, largest, rounded, rows, columns):
@@ -292,13 +292,14 @@ if __name__ == "__main__":
     print(table.to_string(float_format="%.4f"))
 
 # %%
-# Gaussian numbers lose about as much in float8 with one scale for all as with a
-# scale for 32. For int8, small blocks help, and most where there are outliers.
-# Without outliers int8 is the more exact of the two, with outliers float8 is.
+# Down each column, Gaussian numbers lose about as much in float8 with one scale
+# for all as with a scale for 32. For int8, small blocks help, and most where
+# there are outliers. Without outliers int8 is more exact, with them float8.
 #
-# Why does float8 gain from small blocks if there are outliers? The largest
-# number of a block is stored exactly. In a small block that is the outlier,
-# which counts most in the error.
+# With outliers, small blocks help float8, too: the largest number of a block
+# becomes 448 exactly. In a small block that is the outlier, which counts most
+# in the error. Scales cost memory: for 1 x 32 an eighth of what the values
+# take, for 1 x 128 a thirty-second. We take 128.
 
 # %%
 # Groups of 128
@@ -306,10 +307,9 @@ if __name__ == "__main__":
 #
 # A group needs no other part of its row. So a program takes a tile of 8 rows
 # and 512 columns: ``pid // tiles_n`` is its row of tiles, ``pid % tiles_n`` its
-# column. The kernel gives the tile the shape (rows, groups, 128), and takes the
-# maximum along the last dimension. There it multiplies each group by the
-# inverse of its scale, and reshapes back to (rows, columns). The scales take a
-# thirty-second of what the values take.
+# column. The kernel reshapes the tile to (rows, groups, 128), takes the maximum
+# along the last dimension, multiplies each group by the inverse of its scale,
+# and reshapes back to (rows, columns).
 
 
 @triton.jit
@@ -336,7 +336,7 @@ def group_kernel(
     largest = tl.max(tl.abs(x), axis=2)  # (BLOCK_M, GROUPS)
     scale = tl.maximum(largest / MAX, 2.0**-126)
     values = tl.reshape(x * (1 / scale)[:, :, None], (BLOCK_M, BLOCK_N))
-    # To a float: integers would have to be rounded first.
+    # Floats only: integers would have to be rounded first.
     values = values.to(values_ptr.dtype.element_ty)
     tl.store(values_ptr + offs, values, mask=mask)
     # The scales are a matrix with a column for each group.
@@ -350,7 +350,7 @@ def group_kernel(
 def quantize_groups(x, GROUP=128):
     """Return each group of a row over its scale as float8, and the scales."""
     BLOCK_M, BLOCK_N = 8, 512
-    assert BLOCK_N % GROUP == 0  # whole groups, of a power of two
+    assert BLOCK_N % GROUP == 0  # GROUP divides 512, so it is a power of two
     M, N = x.shape
     x = x.contiguous()
     values = torch.empty_like(x, dtype=E4M3)
@@ -378,8 +378,7 @@ if __name__ == "__main__":
 # ``quantize(x, block_size)`` is this gallery's op. To these kernels it adds
 # int8 in groups, e5m2 (a float8 with more exponent and less mantissa), scales
 # of the tensor and of blocks such as 128 x 128, strides, long rows and NaN. Its
-# module also has ``dequantize``, formats of 4 bits (``quantize_mx`` and
-# ``quantize_nvfp4``), and ``quantize_with_transpose`` for training.
+# module also has ``dequantize``, formats of 4 bits, and an op for training.
 
 from triton_gallery_ops.quantize import quantize
 
@@ -388,9 +387,10 @@ from triton_gallery_ops.quantize import quantize
 # ----------
 #
 # Groups of 128 of a row in bfloat16. In the chart, *Triton* is the op, and
-# *Triton, this page* is ``quantize_groups``: if its third dimension cost time,
-# it would be slower than the roof. *PyTorch's best* is the faster of PyTorch
-# and ``torch.compile`` at each length.
+# *Triton, this page* is ``quantize_groups``. Where it lies at the roof, the
+# reshape to three dimensions costs no time. *PyTorch's best* is the faster of
+# PyTorch and ``torch.compile`` at each length. 128 does not divide 2880: there,
+# ``groups_torch`` pads the rows.
 
 SIZES = [512, 768, 1024, 2880, 4096, 7168, 11008, 16384]
 OURS = {
@@ -423,11 +423,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Exercises
 # ---------
 #
-# Write a kernel and run its cell, which says whether the kernel is right. No
-# GPU is needed.
+# Write a kernel and run its cell: ``check`` says whether the kernel is right.
+# No GPU is needed.
 #
 # **1.** Round the scale of ``row_kernel`` up to a power of two. Then
-# multiplying by it is exact, and one byte can store it. Use ``tl.log2``,
+# multiplying by it is exact, and a byte holds its exponent. Use ``tl.log2``,
 # ``tl.ceil`` and ``tl.exp2``.
 
 power_kernel = None  # your kernel

@@ -18,7 +18,7 @@ The layers of a model in Hugging Face's transformers are a few lines of PyTorch
 each, and each operator in them reads and writes memory. This page measures what
 that costs in time and memory, replaces one layer and the loss by hand, and then
 calls ``patch``, which replaces all that this gallery has an op for. Weights and
-checkpoints stay as they are, and so do training loops that read no logits.
+checkpoints stay; a training loop changes only if it reads the logits.
 
 After this page you can
 
@@ -59,7 +59,7 @@ from triton_gallery.counting import Traffic
 # A Llama of eight layers with random weights, and a batch of random tokens. Its
 # vocabulary is that of Llama 3, because the cost of the loss grows with the
 # vocabulary. The whole step fits a GPU of 24 GB. Without a GPU the model is
-# tiny, with sizes that are no powers of two, as kernels must mask them.
+# tiny, with sizes that are no powers of two, so that kernels need their masks.
 
 LARGE = {
     "hidden_size": 2048,
@@ -111,10 +111,11 @@ def step(model, inputs):
 # Where does a step spend its time?
 # ---------------------------------
 #
-# PyTorch's profiler has the GPU time of each kernel. We add the times up by
-# what a kernel's name says. *Products* are the tensor cores' work, which no
-# kernel here makes less. *The rest* is norms, rotary embeddings, activations,
-# the loss and copies: kernels that do little arithmetic and move much memory.
+# PyTorch's profiler has the GPU time of each kernel. We add these times up by
+# words in the kernels' names. *Products* run on tensor cores, and no kernel of
+# this page makes them faster. *The rest* is norms, rotary embeddings,
+# activations, the loss and copies: they do little arithmetic and move much
+# memory. That part is worth a kernel, as fewer kernels can move less memory.
 
 KINDS = {
     "products": ("gemm", "nvjet", "cutlass", "xmma"),
@@ -135,7 +136,7 @@ def profile(model, inputs):
         found = "the rest"
         for kind, words in KINDS.items():
             if any(word in event.key.lower() for word in words):
-                found = kind
+                found = kind  # the last: attention may be named cutlass too
         times[found] += event.self_device_time_total / 1000
     return times
 
@@ -154,9 +155,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # The forward of Llama's norm is six operators of PyTorch and two casts, which
 # read and write the hidden states several times. One kernel keeps a row in
-# registers, and rounds where Llama does: before the product with the weight.
-# We leave the backward to PyTorch, where it is many operators still; its kernel
-# is in ``rms_norm.py``.
+# registers, and rounds to the dtype of ``y`` where Llama does: before the
+# product with the weight. The backward stays many operators of PyTorch here; a
+# kernel for it is in ``rms_norm.py``.
 
 
 @triton.jit
@@ -166,7 +167,7 @@ def norm_kernel(x_ptr, weight_ptr, y_ptr, N, eps, BLOCK_N: tl.constexpr):
     offs = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
     mask = offs < N
     x = tl.load(x_ptr + start + offs, mask=mask, other=0.0)
-    x = x.to(tl.float32)  # (BLOCK_N,)
+    x = x.to(tl.float32)  # (BLOCK_N,); zeros past N add nothing to the sum
     scale = tl.rsqrt(tl.sum(x * x, axis=0) / N + eps)
     normed = (x * scale).to(y_ptr.dtype.element_ty).to(tl.float32)
     weight = tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
@@ -200,9 +201,9 @@ class Norm(torch.autograd.Function):
 
 # %%
 # A model that you do not own is best changed from outside: we give each norm
-# another class, with another ``forward``. The new class needs no attributes of
-# its own, and its ``__init__`` does not run. So the weight stays the parameter
-# that it was, under the name that it had. To undo it, give the old class back.
+# another class, with another ``forward``. Its ``__init__`` does not run, so it
+# may use only attributes that the old class has set. The weight stays the same
+# parameter, under the same name. To undo it, give the old class back.
 
 
 class FusedNorm(LlamaRMSNorm):
@@ -225,11 +226,11 @@ def replace(model, old, new):
 # Is it right?
 # ------------
 #
-# We compare the loss and all gradients with the same model in float64. (Llama's
-# norms and loss compute in float32 even there.) The plain model in float32 has
-# an error, too. The changed one adds in another order, so its error differs: we
-# allow four times the plain one's, a margin that we chose. ``make`` may build
-# any model that returns a loss; switch its dropout off.
+# We compare the loss and all gradients with the same model in float64, and take
+# the largest error. (Llama's norms and loss compute in float32 even there.) The
+# plain model in float32 has an error, too. The changed one adds in another
+# order, so we allow four times the plain one's, a margin that we chose. A
+# change that replaces nothing would pass: look at the number of layers as well.
 
 
 def results(model, inputs):
@@ -250,7 +251,7 @@ def error(found, exact):
 
 
 def check(change, make=tiny, limit=4):
-    """Compare a changed model of a small size with the plain one."""
+    """Compare a changed model with the plain one; make has no dropout."""
     plain, changed = make(torch.float32), make(torch.float32)
     change(changed)
     inputs = batch(plain, (2, 12))
@@ -287,14 +288,14 @@ if __name__ == "__main__":
     print(f"{narrow:.2f} GiB in bfloat16, {wide:.2f} GiB in float32")
 
 # %%
-# ``linear_cross_entropy`` takes what comes before that product, and the weight.
-# It makes the logits of some tokens at a time, and their gradient while they
-# are there (``linear_cross_entropy.py``).
+# ``linear_cross_entropy`` takes both operands of that product. It makes the
+# logits of some tokens, turns them into their gradient at once, and goes on to
+# the next tokens (``linear_cross_entropy.py``).
 
 from triton_gallery_ops.linear_cross_entropy import linear_cross_entropy
 
 # %%
-# We compare the two losses of one model.
+# The two losses of one model may differ by a few roundings of float32.
 
 
 def loss_without_logits(model, input_ids, labels, attention_mask):
@@ -318,11 +319,10 @@ if __name__ == "__main__":
 # All of it
 # ---------
 #
-# ``patch`` does this for norms, rotary embeddings, gated units, attention and
-# the loss, in models of six families. It prints what it replaced, and what it
-# left and why. *Ops in a transformers model*, in the guide, names the families
-# and where a patched model differs: in training with labels, for example, its
-# output has no logits.
+# ``patch`` does this for norms, rotary embeddings, gated units (exercise 1),
+# attention and the loss, and returns what it replaced, what it left, and why.
+# *Ops in a transformers model*, in the guide, names the families of models and
+# where a patched one differs: in training with labels its output has no logits.
 
 from triton_gallery_ops.transformers import patch, unpatch
 
@@ -344,8 +344,9 @@ if __name__ == "__main__":
 # Does it learn the same?
 # -----------------------
 #
-# Steps of AdamW on one batch. A step follows from the one before, so errors
-# of rounding add up. The figure has the relative difference of the two losses.
+# Both models train on one batch, and the chart shows the relative difference of
+# their losses at each step. They round differently, so it is not 0. Steps build
+# on one another: if it grew from step to step, the models would drift apart.
 
 
 def losses_of(model, inputs, steps=30 if ON_GPU else 5):
@@ -383,10 +384,9 @@ if __name__ == "__main__":
 # What does it gain?
 # ------------------
 #
-# The time of a step and the most memory that it takes, eager and under
-# ``torch.compile``; *norms* is the model with ``FusedNorm`` alone. We measure
-# wall time, which includes the CPU's launches: with small batches and without
-# ``torch.compile``, these can be the limit.
+# *ms* is the wall time of a step, and *GiB* the most memory that it takes,
+# eager and under ``torch.compile``; *norms* has ``FusedNorm`` alone. Wall time
+# includes the CPU's launches, which can be the limit of small batches.
 
 WAYS = {
     "plain": lambda model: None,
@@ -432,7 +432,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         print(f"{last['GiB'] / first['GiB']:.2f} of the memory")
 
 # %%
-# And where does the patched step spend its time?
+# And where does the eager patched step spend its time, in milliseconds?
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     model = build()
@@ -443,21 +443,22 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     model = None
 
 # %%
-# The products are as many in both: the patched loss makes its logits and both
-# of their gradients in the forward. What the ops gain is in *the rest*.
+# Both models compute the same products; the patched loss does all of its three
+# in the forward. What the ops gain is in *the rest*.
 #
-# This table has the GPU's time alone. If its sum is well below the wall time of
-# the step, the GPU waits for the CPU, and faster kernels change little
-# (``what_a_call_costs.py`` and ``cuda_graphs.py``).
+# Compare the sum of a column, the GPU's time, with the eager step's wall time
+# above. The difference is time in which the GPU runs no kernel, and faster
+# kernels do not shorten it (``what_a_call_costs.py``, ``cuda_graphs.py``). In
+# the record the patched step has more of it, and gains less than its kernels.
 #
-# ``torch.compile`` fuses many of the operators that the ops replace. It does
-# not split the loss, though, and keeps the logits.
+# ``torch.compile`` fuses many of the operators that the ops replace; they gain
+# less time there. It does not split the loss, though, and keeps the logits.
 
 # %%
 # Exercises
 # ---------
 #
-# **1.** Replace the gated unit. In ``LlamaMLP``, ``forward(x)`` computes
+# **1.** Replace the gated unit: in ``LlamaMLP``, ``forward(x)`` computes
 #
 # .. code-block:: python
 #
@@ -495,10 +496,10 @@ if __name__ == "__main__":
     check_unit(FusedMLP)
 
 # %%
-# **2.** A batch is padded at the right to the longest of its sequences, and its
-# mask says where. Do the plain and the patched model agree? Padding has the
-# label -100, so it has no loss. Replace the dots in ``PADDED`` by a mask whose
-# second sequence has 7 tokens of 12.
+# **2.** A batch is padded at the right to the longest of its sequences; its
+# mask is 1 at tokens and 0 at padding. Do the plain and the patched model
+# agree? Padding has the label -100, so it has no loss. Replace the dots in
+# ``PADDED`` by a (2, 12) mask whose second sequence has 7 tokens.
 
 PADDED = ...
 

@@ -26,7 +26,7 @@ All-gather and matmul: hide communication behind a matrix product
 A model that is split over GPUs (tensor parallel) often gathers rows from all of
 them and then multiplies. The product need not wait for all rows: it begins with
 those that are here, while copy engines fetch the others. With a few rows there
-is too little work to hide anything; take NCCL and ``@`` there.
+is too little work to hide copies behind; take NCCL and ``@`` there.
 
 After this page you can
 
@@ -72,14 +72,14 @@ from triton_gallery.ranks import join_ranks, meet_ranks, shared_on_cpu
 # In PyTorch
 # ----------
 #
-# The script runs in a process for each GPU, its *ranks*, as ``peer_memory.py``
-# explains. Every rank has some rows ``x``, and a part of a weight. It needs the
-# product of *all* ranks' rows with its part of the weight:
+# Each GPU has a process that runs this script, its *rank*: ``peer_memory.py``
+# explains it. Every rank has some rows ``x``, and a part of a weight. It needs
+# the product of *all* ranks' rows with its part of the weight:
 
 RANK, RANKS = join_ranks()
 SMALL = DEVICE.type == "cpu"
 DTYPE = torch.float32 if SMALL else torch.bfloat16
-# The rows of each rank, the sum, and the columns of each rank's result
+# Rows of each rank, length of the sums, columns of each rank's result
 ROWS, K, N = (64, 48, 40) if SMALL else (8192 // RANKS, 8192, 28672 // RANKS)
 generator = torch.Generator(device=DEVICE).manual_seed(RANK)
 
@@ -127,9 +127,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         say(f"{name}: {1e3 * ms:.0f} us")
 
 # %%
-# 450 GB/s and 989 TFLOP/s are what NVIDIA's data sheet says of an H100. If the
-# product takes longer than the copies, it can hide them. So the *floor* is the
-# product alone.
+# 450 GB/s and 989 TFLOP/s are from NVIDIA's data sheet of an H100. At GPU
+# sizes the product takes longer than the copies and can hide them, so the
+# *floor* is the product alone.
 #
 # Rows that arrive beside a kernel
 # --------------------------------
@@ -139,8 +139,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # stream*, in chunks. *Copy engines* copy from other GPUs, and leave the
 # multiprocessors to the kernel. After each chunk, one more copy writes a 1 into
 # a flag. The copies of a stream run in order, so the chunk is there when its
-# flag is set. The next rank's rows come first, so that every rank reads from
-# another one. On the CPU, a thread takes the place of the side stream.
+# flag is set. The 1 comes from the other GPU, too (``ONES``): a copy within one
+# GPU might need multiprocessors, which the waiting kernel holds. Each rank
+# begins with the next rank's rows, so that no two begin at the same rank.
 
 
 def symmetric(*shape, dtype=DTYPE):
@@ -159,12 +160,12 @@ def symmetric(*shape, dtype=DTYPE):
 BUFFERS, HANDLE = symmetric(RANKS * ROWS, K)
 ONES, ONES_HANDLE = symmetric(1, dtype=torch.int32)
 ONES[RANK].fill_(1)
-SIDE = None if SMALL else torch.cuda.Stream(priority=-1)
+SIDE = None if SMALL else torch.cuda.Stream(priority=-1)  # goes first
 meet_ranks()
 
 
 def barrier(channel):
-    """Have this stream wait for the other ranks' streams."""
+    """Have this stream wait for other ranks' streams; the CPU goes on."""
     dist.barrier() if SMALL else HANDLE.barrier(channel, 100_000)  # ms
 
 
@@ -187,7 +188,7 @@ def pull(flags, chunk, late=False, stamp=None):
 
 
 def begin_aside(work):
-    """Begin work beside this stream; return what waits for its end."""
+    """Begin work on the side stream (CPU: a thread); return what waits."""
     if SMALL:
         thread = threading.Thread(target=work)
         thread.start()
@@ -206,7 +207,7 @@ def begin_gather(x, chunk, **options):
     return flags, begin_aside(partial(pull, flags, chunk, **options))
 
 
-CHUNK = 32 if SMALL else 1024  # rows
+CHUNK = 32 if SMALL else 1024  # rows: divides ROWS, a multiple of BLOCK_M
 flags, end = begin_gather(x, CHUNK)
 end()
 torch.testing.assert_close(BUFFERS[RANK], everyone, rtol=0, atol=0)
@@ -214,23 +215,21 @@ assert flags.sum() == (RANKS - 1) * ROWS // CHUNK
 meet_ranks()
 
 # %%
-# The flag's 1 comes from the other GPU, too: a copy within one GPU might be
-# done by multiprocessors, which the kernel has.
-#
 # The first kernel
 # ----------------
 #
-# It is a persistent product, as *Persistent matmul* explains it, with two
-# changes. Its tiles begin with the chunks of this rank's rows, and go on in the
-# order of the copies. And before a tile of another rank's rows it waits for the
-# flag of the chunk. Adding 0 with ``sem="acquire"`` is a load that later loads
-# wait for. Each chunk is computed column by column, so that what it reads again
-# is still in L2.
+# The product is *persistent*, as in *Persistent matmul*: each program computes
+# many tiles. *Descriptors* load tiles, with zeros past the edge, and store what
+# lies within. Two things are new. Tiles of this rank's rows come first, and the
+# others in the order of the copies. Before one of these, a program waits for
+# the chunk's flag. Adding 0 with ``sem="acquire"`` is a load that later loads
+# wait for; ``scope="sys"`` includes writers outside this GPU. Tiles go down a
+# chunk's rows before the next columns, which find the rows still in L2.
 
 
 @triton.jit
 def wait(flag_ptr, tries):
-    """Wait until a flag is set; give up after some tries."""
+    """Wait until a flag is set; after some tries, go on without it."""
     seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
     while (seen == 0) & (tries > 0):
         tries -= 1
@@ -306,18 +305,17 @@ def gather_matmul(x, weight, chunk=CHUNK, tries=TRIES, late=False):
 
 
 # %%
-# The two loops are not flattened, as those of *Persistent matmul* are: the
-# loads of a tile would begin before its wait. One multiprocessor is left free,
-# for small kernels that others may wait for.
+# *Persistent matmul* flattens its two loops into one, so that a tile's loads
+# begin before the previous tile ends. Here they would begin before the wait.
+# One multiprocessor is left free for small kernels on the side stream.
 #
 # Is it right?
 # ------------
 #
-# We compare with float64. A sum of ``K`` products in float32 has at most ``K``
-# roundings, each at most :math:`2^{-24}` of the summed magnitudes; the last
-# rounding is one ``eps`` at most. Three calls follow each other without a wait
-# of the CPU, and the copies of one are late on purpose. All rows are compared,
-# and up to 512 columns.
+# We compare all rows and up to 512 columns with float64. A float32 sum of ``K``
+# products rounds at most ``K`` times, each time by at most :math:`2^{-24}` of
+# the summed magnitudes. Storing it rounds by at most one ``eps`` of its dtype.
+# Of three calls in a row, the second has copies that are late on purpose.
 
 
 def exact(x, weight):
@@ -346,8 +344,9 @@ if CAN:
 # How fast?
 # ---------
 #
-# NCCL gathers before ``@``. PyTorch has a function for both, which multiplies
-# the shards one after another as they arrive.
+# NCCL gathers before ``@``. PyTorch's *fused* function multiplies each rank's
+# rows as they arrive. What a line takes beyond *product alone* is communication
+# that is not hidden, or a slower product.
 
 GROUP = dist.group.WORLD.group_name
 
@@ -372,11 +371,10 @@ if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
 # When did rows come, and when were they used?
 # --------------------------------------------
 #
-# A GPU has a clock in nanoseconds, ``globaltimer``, which all multiprocessors
-# read. The next kernel stores when each tile began, after its wait, and when it
-# ended. A tiny kernel on the side stream stores when a chunk had come; the free
-# multiprocessor runs it. Triton's interpreter has no such clock: without a GPU,
-# the order alone is shown.
+# All multiprocessors of a GPU read one clock in nanoseconds, ``globaltimer``.
+# The next kernel stores when each tile began, after its wait, and when it
+# ended. A tiny kernel on the side stream stores when a chunk had come. Triton's
+# interpreter has no such clock: without a GPU, the order alone is shown.
 
 
 @triton.jit
@@ -453,15 +451,16 @@ if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
         draw(*found)
 
 # %%
-# A mark left of its bar is a chunk that came before the multiprocessors were
-# ready for it: that copy is hidden. Where a bar begins at its mark, tiles have
-# waited.
+# Time 0 is when the first tile began. A bar spans all tiles of a chunk; its
+# mark is when the chunk came (this rank's own: 0). Where a chunk came before
+# its bar begins, no tile has waited. Times below 0 are before the kernel: the
+# CPU launches all copies first, and only ``gpu_time`` hides launches.
 #
 # How large is a chunk?
 # ---------------------
 #
-# A flag for each shard would have tiles wait for rows that they do not need. Of
-# small chunks there are many, and each costs two copies to begin.
+# In a large chunk, tiles wait for rows that they do not need. Small chunks are
+# many, and each costs two copies to begin: the smallest are the slowest.
 
 if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
     sizes = [c for c in (128, 256, 512, 1024, 2048, 4096) if c <= ROWS]
@@ -473,13 +472,13 @@ if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
 # The way back: product, then reduce-scatter
 # ------------------------------------------
 #
-# The layer after this one has its weight split by what it sums over. Each rank
-# then has a product for *all* rows, and these are added up; a rank keeps the
-# sum of its own rows. So this time the product comes first, and its tiles
-# travel. The kernel stores a tile in the memory of the rank that needs it, by
-# an address from a table. The next rank's rows are first again, so that every
-# rank stores to another one, and its own come last. After a barrier each rank
-# adds up in float32 what all have left with it.
+# The next layer's weight is split along ``K``, so each rank has a partial sum
+# for *all* rows. These parts are added up, and a rank keeps its own rows. So
+# the product comes first, and its tiles travel: the kernel stores each tile in
+# the memory of the rank that needs it. ``tl.pointer_type`` makes a pointer of
+# an address; ``tl.multiple_of`` says that 16 divides it. The next rank's rows
+# come first again, and a rank's own last. After a barrier each rank adds up, in
+# float32, the parts that it got.
 
 
 @triton.jit
@@ -538,8 +537,9 @@ if CAN:
     torch.testing.assert_close(error, 0 * error, rtol=0, atol=1)
 
 # %%
-# Each part is rounded once to travel, and the sum once more: the bound adds up
-# those of the parts.
+# Each part is rounded once before it travels, and the sum once more: the bound
+# is that of all parts and one ``eps``. *Triton* includes the sum, which nothing
+# hides.
 
 
 def scatter_torch(x, weight):
@@ -568,7 +568,7 @@ if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
 # ---------------------
 #
 # With no tries the kernel looks at each flag once, and goes on. The copies are
-# late on purpose, so it multiplies what was in the buffer before.
+# late on purpose, so it multiplies the zeros that were in the buffer.
 
 if __name__ == "__main__" and CAN:
     BUFFERS[RANK].zero_()
@@ -586,8 +586,8 @@ if __name__ == "__main__" and CAN:
 #
 # The op takes any number of rows, other strides and all dtypes, keeps symmetric
 # memory for all calls, and its product is that of *Persistent matmul*. A tile
-# whose rows never come is NaN there. Both work under ``torch.compile`` and in a
-# CUDA graph, as the flags are new in each call.
+# whose rows never come is NaN there. Both directions work under
+# ``torch.compile`` and in a CUDA graph, as the flags are new in each call.
 
 from triton_gallery_ops.all_gather_matmul import (
     all_gather_matmul,
@@ -595,8 +595,8 @@ from triton_gallery_ops.all_gather_matmul import (
 )
 
 # %%
-# At how many tokens is there enough to hide behind? The rate counts the
-# operations of one rank.
+# At how many tokens is there enough to hide behind? The rate counts operations
+# of one rank. The lines below the chart divide the op's rate by the others'.
 
 if __name__ == "__main__" and CAN:
     x_few = random(7, K)
@@ -641,14 +641,14 @@ if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
 # Exercises
 # ---------
 #
-# Write one and run the cell: it says whether the kernel is right. No GPU is
-# needed.
+# Write a kernel and run the cell: it says whether the kernel is right. No GPU
+# is needed.
 #
 # **1.** New flags need zeros in each call. Counters do not: in call number
 # ``call`` the copy writes ``call`` into the flag, and a tile waits until the
-# flag is at least that. Write a kernel for one program that waits so, and then
-# stores in ``out_ptr`` what it saw. Its arguments are ``flag_ptr, out_ptr,
-# call, tries``. Would "equal to that" do, too?
+# flag is at least ``call``. Write a kernel for one program that waits like
+# this, and then stores in ``out_ptr`` what it saw. Its arguments are
+# ``flag_ptr, out_ptr, call, tries``. Would "equal to ``call``" do, too?
 
 counter_kernel = None  # your kernel
 

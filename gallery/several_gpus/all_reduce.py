@@ -17,9 +17,9 @@ All-reduce in one shot and in two
 =================================
 
 A layer that is spread over several GPUs leaves a part of the result on each.
-An *all-reduce* adds the parts up, and every GPU gets the sum. For the small
-tensors of decoding it is waiting that takes time, and a kernel with one barrier
-waits little. For tensors of many megabytes, and between hosts, use NCCL.
+An *all-reduce* adds the parts up, and every GPU gets the sum. Small tensors, as
+in decoding, cost mostly waiting, and a kernel with a single barrier keeps that
+short. Between hosts, use NCCL; for many megabytes, measure NCCL as well.
 
 After this page you can
 
@@ -69,9 +69,10 @@ def say(*texts, **options):
 # In PyTorch
 # ----------
 #
-# The script runs in a process for each GPU, its *ranks*, as
-# ``peer_memory.py`` explains: ``torchrun --nproc-per-node=2 all_reduce.py``.
-# ``dist.all_reduce`` writes the sum over each rank's tensor.
+# The script runs in a process for each GPU, its *ranks*:
+# ``torchrun --nproc-per-node=2 all_reduce.py``. ``peer_memory.py`` explains
+# them, symmetric memory, and the ``acquire`` and ``release`` of a barrier.
+# ``dist.all_reduce`` overwrites each rank's tensor with the sum.
 
 
 def part_of(rank, N):
@@ -93,8 +94,8 @@ if __name__ == "__main__":
 
 # %%
 # In *one shot*, each rank reads the whole tensor of each other rank. In *two*,
-# each rank first adds up one part of the tensor, and then reads the other parts
-# from those that added them up. In sizes of the tensor:
+# each rank adds up one part of the tensor, then reads the other parts of the
+# sum from the ranks that have them. Each rank reads, in sizes of the tensor:
 
 if __name__ == "__main__":
     for ranks in (2, 4, 8):
@@ -102,38 +103,37 @@ if __name__ == "__main__":
         say(f"{ranks} ranks: one shot reads {ranks - 1}, two read {two}")
 
 # %%
-# From three ranks on, two shots read less, and nothing reads less than they do
-# without help from a switch. But they need one more barrier.
+# From three ranks on, two shots read less, but they need one more barrier.
 #
 # The first kernel
 # ----------------
 #
-# It is one shot, of tensors in symmetric memory. ``symmetric_floats`` gives
-# each rank a tensor, and tables of the addresses of all ranks' tensors and
-# signal pads. Each program has a *count* on every rank's pad. To meet, it adds
-# 1 to its count on all ranks, and waits until its own has reached the next
-# multiple of ``RANKS``. A rank that is ahead may add to it early, but not
-# twice: it waits for this rank. So the target follows from the count itself,
-# which is never reset.
+# It is one shot between two barriers. ``symmetric_floats`` gives each rank a
+# tensor, ``x.mine``, and tables of the addresses of all ranks' tensors and
+# signal pads, ``x.buffers`` and ``x.pads``. Every pad has a *count* for each
+# program. In ``meet``, a program adds 1 to its count on all ranks, and waits
+# until the count on its own pad reaches the next multiple of ``RANKS``. A rank
+# that is ahead can have added 1, but not 2, as it waits for this rank too. So
+# the count itself gives the target, and is never reset.
 
 
 @triton.jit
 def meet(pads_ptr, late_ptr, rank, tries, RANKS: tl.constexpr):
-    """Wait until this program has come on all ranks."""
+    """Wait for this program on all ranks; look at most ``tries`` times."""
     slot = tl.program_id(axis=0)
     mine_ptr = tl.load(pads_ptr + rank).to(tl.pointer_type(tl.int32)) + slot
-    count = tl.atomic_add(mine_ptr, 0, sem="acquire", scope="sys")
+    count = tl.atomic_add(mine_ptr, 0, sem="acquire", scope="sys")  # a read
     target = (count // RANKS + 1) * RANKS
-    tl.debug_barrier()  # all threads have written
-    for peer in tl.static_range(RANKS):
+    tl.debug_barrier()  # all threads of this program have written
+    for peer in tl.static_range(RANKS):  # unrolled
         pad_ptr = tl.load(pads_ptr + peer).to(tl.pointer_type(tl.int32))
         tl.atomic_add(pad_ptr + slot, 1, sem="release", scope="sys")
     while (count < target) & (tries > 0):
         tries -= 1
         count = tl.atomic_add(mine_ptr, 0, sem="acquire", scope="sys")
-    if count < target:
+    if count < target:  # gave up: the sum must not be used
         tl.store(late_ptr, 1)
-    tl.debug_barrier()  # and none reads before
+    tl.debug_barrier()  # no thread reads before all ranks have come
 
 
 @triton.jit
@@ -180,8 +180,8 @@ def one_shot(N):
 # Is it right?
 # ------------
 #
-# A sum of RANKS numbers in float32 is rounded RANKS - 1 times. Every rank adds
-# from rank 0 on, so the sums of all ranks agree bit for bit.
+# Each of RANKS additions rounds by at most 2**-24 of a sum of up to RANKS * 5.
+# All ranks add in the same order, so their sums agree bit for bit.
 
 
 def check_sum(out):
@@ -207,9 +207,9 @@ for N in (1, 1000, 5000):
 # How fast?
 # ---------
 #
-# Ranks do not begin at the same moment, and then wait for each other. So we
-# time 20 calls in a row, in a CUDA graph. ``one_shot_all_reduce`` is PyTorch's
-# kernel for symmetric memory. The rate is the tensor's size over the time.
+# Ranks begin at different moments and wait for each other, so we time 20 calls
+# in a row, in a CUDA graph. ``one_shot_all_reduce`` is PyTorch's kernel for
+# symmetric memory. The rate is the tensor's size over the time of a call.
 
 
 def time_ranks(calls, times=20):
@@ -249,15 +249,22 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     say(times_first.to_string())
 
 # %%
+# ``low`` and ``high`` are the rates at the 80th and 20th percentiles of time;
+# ``late`` tells whether the GPU waited for the CPU. From the first size to the
+# second the tensor grows 16 times, but the time far less: most of it does not
+# depend on the size. So we remove a barrier.
+#
 # One barrier
 # -----------
 #
 # The second barrier keeps a rank from overwriting what another one still reads.
-# *Two buffers in rotation* do without it. A launch copies its tensor to one
-# buffer and meets; the next launch takes the other. Whoever comes to the third
-# has met all ranks in the second, so all have ended the first. The count tells
-# which buffer it is, as each launch adds ``RANKS``. So every launch has the
-# same programs, even where some have nothing to do.
+# *Two buffers in rotation* replace it. A launch copies its tensor to one buffer
+# and meets; the next launch uses the other. A rank that starts launch 3 has met
+# every rank in launch 2, so all have ended launch 1, and its buffer is free.
+#
+# Program *p* reads only what program *p* of each rank wrote, so it meets only
+# those. The buffer follows from the count, to which each launch adds ``RANKS``.
+# So every launch has the same programs, even where some have nothing to do.
 
 
 @triton.jit
@@ -299,7 +306,7 @@ both = symmetric_floats(2 * HALF)
 
 
 def one_barrier(part):
-    """Return the sum of all ranks' tensors, which lie anywhere."""
+    """Return the sum of all ranks' tensors, from any memory of the GPU."""
     out = torch.empty_like(part)
     where = both.buffers, both.pads, late, RANK
     sizes = part.numel(), HALF, TRIES, RANKS, BLOCK
@@ -311,8 +318,7 @@ for N in (1, 5000, 3000):
     check_sum(one_barrier(part_of(RANK, N)))
 
 # %%
-# A program reads from other ranks only what the program of its number has
-# written there, so it need not meet the others.
+# Does the barrier save more than the copy costs?
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
 
@@ -328,13 +334,15 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     say(times_barrier.to_string())
 
 # %%
+# At the larger size it does.
+#
 # Two shots
 # ---------
 #
-# Rank *r* adds up part *r* of all ranks' tensors, and writes it over its own
-# part *r*, which no other rank reads. After a barrier, each rank reads every
+# Rank *r* adds up part *r* of all ranks' tensors, and stores the sum over its
+# own part *r*, which no other rank adds. After a barrier, each rank reads every
 # part from the rank that has it. The first step is called *reduce-scatter*, the
-# second *all-gather*.
+# second *all-gather*. The last barrier is the one that two buffers replace.
 
 
 @triton.jit
@@ -386,7 +394,7 @@ for N in (RANKS, 999 * RANKS):
     check_sum(two_shots(N))
 
 # %%
-# Where do two shots begin to pay? With two ranks both ways read the same.
+# Where do two shots begin to pay?
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
 
@@ -398,17 +406,21 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     say(times_shots.to_string())
 
 # %%
+# In the recorded runs, two shots are slower at every size on two GPUs, where
+# they read no less. On four GPUs they are faster at the two largest sizes.
+#
 # The op
 # ------
 #
 # ``all_reduce`` has one barrier in one shot, and two in two shots. It takes
 # tensors of any size, in half precision too, and chooses the way by the bytes
-# and the ranks. ``all_reduce_memory`` is called once, by all ranks.
+# and the ranks. Its counts are int64: the int32 counts above overflow after
+# 2**31 additions. All ranks call ``all_reduce_memory`` once for a dtype and the
+# largest size, and pass what it returns to every call.
 #
-# After the sum, a transformer adds a residual and takes the RMSNorm. As kernels
-# of their own these read the sum again, and each is a launch. A program that
-# has a whole row of the sum in registers can go on instead, and in
-# ``all_reduce_rms_norm`` it does.
+# After the sum, a transformer adds a residual and takes the RMSNorm. Separate
+# kernels would read the sum again. A program of ``all_reduce_rms_norm`` has a
+# whole row of the sum in registers and goes on with it.
 
 from triton_gallery_ops.all_reduce import (
     all_reduce,
@@ -418,15 +430,16 @@ from triton_gallery_ops.all_reduce import (
 )
 
 # %%
-# Both ways give the sum, whatever the number of ranks divides:
+# Both ways also give the sum where RANKS does not divide the size:
 
 memory = all_reduce_memory(LARGEST, torch.float32)
 for shots in (1, 2):
     check_sum(all_reduce(part_of(RANK, 4001), memory, shots))
 
 # %%
-# A CUDA graph replays a launch with the arguments that it had. Nothing of these
-# differs from call to call: the count is on the GPU.
+# A CUDA graph replays a launch with the same arguments; only the count changes,
+# and it is on the GPU. ``"thread_local"`` lets other threads, such as NCCL's,
+# call CUDA during the capture.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     given = torch.zeros(1000, device=DEVICE)
@@ -443,6 +456,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # %%
 # The result
 # ----------
+#
+# *Triton* is the op now. The table has the microseconds of a call.
 
 SIZES = [2**k for k in (12, 14, 16, 18, 19, 20, 22, 24)]
 
@@ -477,8 +492,12 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     )
 
 # %%
-# Fused with the residual and the norm, for tokens of 8192 numbers, beside the
-# parts: NCCL, an addition and PyTorch's ``rms_norm``.
+# Up to the third size, the time grows far less than the tensor; the op takes
+# the least time there, and PyTorch's two shots at the two largest sizes.
+#
+# In the next chart, *Triton* is ``all_reduce_rms_norm`` on tokens of 8192
+# numbers; the other line is NCCL, an addition and PyTorch's ``rms_norm``. The
+# rate counts the bytes of the sum.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     weight = torch.ones(8192, dtype=torch.bfloat16, device=DEVICE)
@@ -510,9 +529,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Break it
 # --------
 #
-# What if a rank does not come? Here rank 0 calls, and the others do not. It
-# looks for them as often as its memory says, and no longer. Then its sum is
-# NaN, and the next call raises an error.
+# What if a rank does not come? Here only rank 0 calls. It looks ``tries`` times
+# for the others, then gives up. Its sum is NaN, and the next call raises an
+# error.
 
 few = all_reduce_memory(1000, torch.float32, tries=100)
 
@@ -536,8 +555,8 @@ if __name__ == "__main__":
 #
 # **1.** The first half of two shots alone: rank *r* gets part *r* of the sum.
 # This is a *reduce-scatter*. The arguments are ``out_ptr, buffers_ptr, rank,
-# PART, RANKS: tl.constexpr, BLOCK: tl.constexpr``. Barriers come before and
-# after.
+# PART, RANKS: tl.constexpr, BLOCK: tl.constexpr``. The check lets all ranks
+# meet before and after, so the kernel has no ``meet``.
 
 scatter_kernel = None  # your kernel
 
@@ -569,8 +588,8 @@ if __name__ == "__main__":
     check_scatter(scatter_kernel)
 
 # %%
-# **2.** Compute on the sum: a program has row ``r`` of it, adds row ``r`` of a
-# residual, and stores that over the residual, and its RMSNorm to ``out``. The
+# **2.** Compute on the sum: program *i* adds row *i* of a residual to row *i*
+# of the sum, stores that over the residual, and its RMSNorm to ``out``. The
 # arguments are ``out_ptr, buffers_ptr, residual_ptr, weight_ptr, H, eps, RANKS:
 # tl.constexpr, BLOCK: tl.constexpr``. There is a program for each row, and H is
 # at most BLOCK.
@@ -595,8 +614,7 @@ if __name__ == "__main__":
 # Answers
 # -------
 #
-# **1.** All ranks' tensors are read at the same place, where this rank's part
-# is.
+# **1.** In every rank's tensor, read the part that belongs to this rank.
 
 
 @triton.jit
@@ -613,8 +631,8 @@ def scatter_answer_kernel(
 
 
 # %%
-# **2.** A thread stores what it has loaded itself, so no barrier is needed in
-# between.
+# **2.** Each thread stores to the residual only where it has loaded, so no
+# barrier is needed in between.
 
 
 @triton.jit

@@ -19,13 +19,13 @@ Expert parallelism: send tokens to experts on other GPUs
 The experts of a large model do not fit on one GPU, so each GPU has some of
 them. Then a layer sends each token's row to the GPUs that have its experts
 (*dispatch*), and adds up what they return (*combine*). Both are an *all-to-all*
-whose sizes depend on the router. With experts on one GPU, take
-``moe_layer.py``; between hosts, take NCCL or DeepEP.
+(each GPU sends to each) whose sizes depend on the router. With experts on one
+GPU, take ``moe_layer.py``; between hosts, take NCCL or DeepEP.
 
 After this page you can
 
 * compute on the GPU where each row goes in another GPU's memory;
-* exchange these counts between GPUs while no CPU waits;
+* exchange counts of rows between GPUs while no CPU waits;
 * run a whole layer of experts on several GPUs, also in a CUDA graph.
 """
 
@@ -63,14 +63,15 @@ from triton_gallery_ops.moe_routing import (
 #
 # A process for each GPU runs this script, its *rank*: see ``peer_memory.py``.
 # Expert e is on rank ``e // LOCAL``. Choice j of token t has the number
-# ``t * k + j``, and choices are sorted by expert. ``all_to_all_single`` moves
-# rows between ranks. It takes on the CPU how many rows go where, so the CPU
-# waits for the counts. What comes is sorted by rank, and then by expert.
+# ``t * k + j``. ``moe_routing_permutation`` sorts choices by expert: ``order``
+# has their numbers, ``inverse`` each one's position, ``offsets`` each expert's
+# end. ``all_to_all_single`` moves rows between ranks. The CPU passes how many
+# go where, so it waits for the counts. Rows come sorted by rank, then expert.
 
 RANK, RANKS = join_ranks()
 ON_GPU = DEVICE.type == "cuda"
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
-# Of DeepSeek-V3: experts, choices of a token, and numbers in its row
+# As in DeepSeek-V3: experts, choices of a token, elements of its row
 E, k, H = (256, 8, 7168) if ON_GPU else (4 * RANKS, 2, 128)
 TOKENS = [64, 512, 4096] if ON_GPU else [8]
 LOCAL = E // RANKS  # experts of a rank
@@ -86,13 +87,13 @@ def make_inputs(T):
 
 
 def dispatch_torch(x, experts):
-    """Return rows by expert, where each expert's end, and the way back."""
+    """Return rows by expert, where each ends, and what the way back needs."""
     order, inverse, offsets = moe_routing_permutation(experts, E)
     counts = offsets.diff(prepend=offsets.new_zeros(1))  # (E,)
     theirs = torch.empty_like(counts)
     dist.all_to_all_single(theirs, counts)
     both = torch.stack([counts, theirs]).view(2, RANKS, LOCAL).sum(2)
-    sent, got = both.tolist()  # waits for the GPU
+    sent, got = both.tolist()  # rows, by rank; waits for the GPU
     rows = x.new_empty(sum(got), H)
     dist.all_to_all_single(rows, x[order // k], got, sent)
     expert = torch.arange(LOCAL, device=DEVICE).repeat(RANKS)
@@ -102,7 +103,7 @@ def dispatch_torch(x, experts):
 
 
 def linked(T):
-    """Return the bytes that one GPU sends over links, in 10**6."""
+    """Return the megabytes that a GPU sends to others, on average."""
     return T * k * (RANKS - 1) / RANKS * H * DTYPE.itemsize / 1e6
 
 
@@ -120,10 +121,9 @@ if __name__ == "__main__":
 # The first kernel
 # ----------------
 #
-# If a rank knows the row and the rank where each choice belongs, a kernel can
-# store there. ``table`` has the address of every rank's tensor. A program has a
-# part of a token's row, loads it once, and stores it k times, 16 bytes of a
-# thread at once, which ``tl.multiple_of`` allows.
+# ``places`` has each choice's row on its expert's rank, ``table`` the address
+# of each rank's tensor. A program loads part of a token's row once and stores
+# it k times. ``tl.multiple_of`` lets a thread store 16 bytes at once.
 
 
 @triton.jit
@@ -148,9 +148,9 @@ def send(x, experts, places, table, BLOCK=2048):
 
 
 # %%
-# Which row is it? Of each expert's rows, those of rank 0 come first, then those
-# of rank 1, and so on, so a rank needs the counts of all. No atomic operation
-# hands out rows: their order is the same in every run.
+# Which row? An expert's rows are sorted by the rank that they come from, so a
+# rank needs the counts of all. A choice's row is its position among this rank's
+# choices plus its expert's ``base``: the order is deterministic.
 
 
 def places_torch(experts):
@@ -168,7 +168,7 @@ def places_torch(experts):
 def shared(*shape, dtype=DTYPE):
     """Return this rank's tensor, and the addresses of all ranks'."""
     parts = shared_bytes(math.prod(shape) * dtype.itemsize)
-    KEPT.append(parts)  # the memory lasts as long as these
+    KEPT.append(parts)  # keeps the memory: the table has addresses alone
     table = torch.tensor([part.data_ptr() for part in parts], device=DEVICE)
     return parts[RANK].view(dtype).view(shape), table
 
@@ -181,8 +181,8 @@ rows, rows_table = shared(CAPACITY, H)
 # Is it right?
 # ------------
 #
-# Rows are only moved, and the order is PyTorch's: nothing may differ.
-# ``meet_ranks`` waits on the CPU, for all ranks. That is what has to go.
+# Rows are only moved, in the order of ``dispatch_torch``: nothing may differ.
+# ``meet_ranks`` has the CPU wait until all ranks have stored.
 
 x, experts, weights = make_inputs(max(TOKENS))
 expected, expected_ends, back = dispatch_torch(x, experts)
@@ -198,8 +198,8 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# All ranks are timed together, for places and counts that are known. The rate
-# counts what one GPU sends over links.
+# Only the sending is timed, on all ranks at once: places and counts are known.
+# The rate counts the bytes that one GPU sends to others; higher is better.
 
 if __name__ == "__main__" and ON_GPU:
     times = {}
@@ -222,12 +222,13 @@ if __name__ == "__main__" and ON_GPU:
 # Counts that no CPU sees
 # -----------------------
 #
-# Now the kernels exchange the counts. Each rank has a *pad* in symmetric
-# memory: a flag for each rank, then E counts from each. One program writes this
-# rank's counts to the pads of all, waits at a barrier, and computes the bases
-# from its own pad. The barrier is that of ``peer_memory.py``: set a flag on
-# every rank's pad, then see and clear one from each rank. Tries are counted: a
-# rank that failed would otherwise keep the other GPUs busy forever.
+# Now kernels do both waits. Each rank has a *pad* in symmetric memory: a flag
+# for each rank, then E counts from each. One program writes this rank's counts
+# to all pads, waits at a barrier, and computes each ``base`` from its own pad.
+# The barrier is that of ``peer_memory.py``: set this rank's flag on every pad,
+# then wait for each flag on the own pad and clear it. Who sees (``acquire``) a
+# flag set with ``release`` sees all that was written before. Tries are counted:
+# a rank that failed would otherwise keep the other GPUs busy forever.
 
 
 @triton.jit
@@ -273,7 +274,7 @@ def plan_kernel(
     BLOCK: tl.constexpr,
 ):
     offs = tl.arange(0, BLOCK)  # (BLOCK,)
-    starts_ptr = offsets_ptr - 1  # the first one is 0
+    starts_ptr = offsets_ptr - 1  # an expert starts where the previous ends
     start = tl.load(starts_ptr + offs, mask=(offs > 0) & (offs < E), other=0)
     mine = tl.load(offsets_ptr + offs, mask=offs < E) - start
     for peer in range(RANKS):
@@ -308,7 +309,7 @@ def barrier():
 
 
 def dispatch(x, experts):
-    """Return rows by expert, where each expert's end, and all places."""
+    """Return rows by expert, where each expert ends, and all places."""
     _, inverse, offsets = moe_routing_permutation(experts, E)
     bases, ends = torch.empty_like(offsets), offsets.new_empty(LOCAL)
     numbers = RANK, TRIES, RANKS, E, LOCAL, triton.next_power_of_2(E)
@@ -320,10 +321,9 @@ def dispatch(x, experts):
 
 
 # %%
-# Three launches, and two barriers. The second says that all rows have come. And
-# what keeps a rank from writing rows of the next layer into a neighbor that is
-# still computing with these? The first barrier of the next dispatch: a rank
-# comes to it when its own computation with the rows has ended.
+# After the second barrier, all rows have come. Can a rank overwrite rows that
+# another one still computes with? No: it first waits at the next dispatch's
+# first barrier, which the other reaches when its computation has ended.
 
 if __name__ == "__main__":
     rows.zero_()
@@ -340,7 +340,9 @@ if __name__ == "__main__":
 #
 # The way back needs no plan. A token's rank knows where its k rows went, and
 # fetches the results from there, once all ranks have met. It adds them up in
-# the order of the choices, in float32, as *A mixture-of-experts layer* does.
+# the order of the choices, in float32. In the check, experts add their rank's
+# number to a row. Two ``eps`` of the largest sum are allowed: storing a sum
+# rounds by half an ``eps``, and few float32 sums precede it.
 
 
 @triton.jit
@@ -394,8 +396,8 @@ def combine(experts, weights, places, BLOCK=2048):
 
 
 if __name__ == "__main__":
-    returned[: len(expected)] = expected + RANK  # what its experts return
-    some, chosen = slice(64), experts[:64]  # of all tokens
+    returned[: len(expected)] = expected + RANK  # stands for the experts
+    some, chosen = slice(64), experts[:64]  # the first 64 tokens
     out = combine(chosen, weights[some], places)
     wide = x[some].double()[:, None] + (chosen // LOCAL)[:, :, None]
     exact = (wide.to(DTYPE) * weights[some].double()[:, :, None]).sum(1)
@@ -409,9 +411,8 @@ if __name__ == "__main__":
 #
 # ``expert_all_to_all_dispatch`` and ``expert_all_to_all_combine`` are this
 # gallery's op. To the kernels of this page they add float8 rows with their
-# scales, choices of no expert, and memory for fewer rows than could come. What
-# does not fit is not sent, and its tokens become NaN: nobody has to wait to
-# notice it.
+# scales, choices of no expert, and memory for fewer rows than could come. Rows
+# that do not fit are not sent, and their tokens become NaN.
 
 from triton_gallery_ops.expert_all_to_all import (
     expert_all_to_all_check,
@@ -421,8 +422,8 @@ from triton_gallery_ops.expert_all_to_all import (
 )
 
 # %%
-# All ranks make memory together, once, and then pass it to each call. On GPUs,
-# ``allocate`` can be left out.
+# All ranks create memory together, once, and then pass it to each call. Only a
+# run without a GPU needs ``allocate``.
 
 
 def memory_for(T, dtype=DTYPE, groups=0, capacity=None):
@@ -437,8 +438,8 @@ def memory_for(T, dtype=DTYPE, groups=0, capacity=None):
 #
 # The router and the products are ops of the section *Experts*. ``ends`` stays
 # on the GPU, and goes into ``grouped_matmul`` as its offsets. Each rank has its
-# own tokens, and weights of its own experts. The same layer on one GPU is
-# ``moe_layer``, with all weights: the results of the two agree.
+# own tokens, of any number, and weights of its own experts. The results agree
+# with ``moe_layer``, the same layer on one GPU with all weights.
 
 from triton_gallery_ops.grouped_matmul import grouped_matmul
 from triton_gallery_ops.moe_layer import moe_layer
@@ -481,8 +482,7 @@ if __name__ == "__main__":
 
 # %%
 # Since no CPU waits, a CUDA graph can hold the layer. It is captured with one
-# choice of experts and replayed with another, and each replay has counts of its
-# own.
+# choice of experts and replayed with others, whose counts differ.
 
 if __name__ == "__main__" and ON_GPU:
     x, *_ = make_inputs(8)
@@ -504,15 +504,16 @@ if __name__ == "__main__" and ON_GPU:
 # The result
 # ----------
 #
-# *Triton* is the op. Dispatches begin with experts and end with sorted rows;
-# *PyTorch* is ``dispatch_torch`` and ``combine_torch``. The op's combine copies
-# what experts returned to where others read it. *In place* is for an expert
-# that has written it there.
-# *Roof* is PyTorch's copy of as many bytes to the next rank.
+# *Triton* is the op, *Triton, this page* is ``dispatch``, and *PyTorch* is
+# ``dispatch_torch`` and ``combine_torch``. Dispatches begin with chosen experts
+# and end with sorted rows. The op's combine first copies results to where other
+# ranks read; *in place*, experts have written them there. *Roof* is PyTorch's
+# copy of as many bytes to the next rank. ``PyTorch / op`` divides times.
 #
 # Rows may also travel as float8, with a scale for each group of 128: half the
 # bytes, and ``grouped_matmul_fp8`` takes them as they come. The last lines
-# compare the times; that of float8 has ``quantize`` in it.
+# compare times. With many tokens float8 is faster, although ``quantize`` is in
+# its time.
 
 from triton_gallery_ops.quantize import dequantize, quantize
 
@@ -591,11 +592,11 @@ if __name__ == "__main__" and ON_GPU:
 # Write a kernel and run the cell: it says whether the kernel is right. No GPU
 # is needed.
 #
-# **1.** Float8 rows have a float32 scale each, which has to travel as well.
-# Scale t goes to all k rows of token t: element ``places[c]`` of the tensor on
-# the rank of expert ``experts[c]``, for each choice c. A program has BLOCK
-# choices of N, and their addresses differ. The arguments are ``scales_ptr,
-# experts_ptr, places_ptr, table_ptr, N, k, LOCAL, BLOCK``.
+# **1.** Float8 rows have a float32 scale each, which has to travel as well. For
+# each choice c of token t, store scale t in element ``places[c]`` of the tensor
+# on the rank of expert ``experts[c]``. A program has BLOCK of the N choices;
+# their addresses differ. The arguments are ``scales_ptr, experts_ptr,
+# places_ptr, table_ptr, N, k, LOCAL, BLOCK``.
 
 scale_kernel = None  # your kernel
 
@@ -632,7 +633,7 @@ if __name__ == "__main__":
 # %%
 # **2.** The slowest rank is the one with the most rows. Let ``counts`` be
 # (RANKS, E), as on a pad. Store in ``out[r]`` how many rows rank r gets, with
-# a program for each rank. BLOCK is a power of two from E on. The arguments are
+# a program for each rank. BLOCK is a power of two, at least E. Arguments are
 # ``counts_ptr, out_ptr, RANKS, E, LOCAL, BLOCK``.
 
 load_kernel = None  # your kernel

@@ -23,7 +23,7 @@ After this page you can
 
 * read memory of another GPU in a kernel, from a table of addresses;
 * write a barrier that kernels of several GPUs wait at;
-* tell which of two barriers is missing when numbers are too old or too new.
+* see from a number that is too old or too new which barrier is missing.
 """
 
 # sphinx_gallery_tags = ["several gpus", "atomics", "memory bound"]
@@ -90,8 +90,8 @@ if __name__ == "__main__":
 # rank into the address space of this process, and returns a *handle*:
 #
 # * ``buffer_ptrs`` are the addresses of all ranks' tensors, by rank;
-# * ``signal_pad_ptrs`` are those of a small piece of zeros that each rank has
-#   besides, its *signal pad*. Flags lie there;
+# * ``signal_pad_ptrs`` are the addresses of the ranks' *signal pads*, small
+#   pieces of memory for flags, zero at first;
 # * ``get_buffer`` returns another rank's tensor as a tensor, for PyTorch's own
 #   operators.
 #
@@ -99,12 +99,12 @@ if __name__ == "__main__":
 # this rank's GPU.
 #
 # Without a GPU the ranks map files instead (``shared_on_cpu``), and Triton's
-# interpreter reads and writes those. Its atomic operations hold between
+# interpreter reads and writes those. Its atomic operations work between
 # processes, so all kernels and checks of this page run there, too.
 
 
 def symmetric(numel):
-    """Return a float32 tensor that every rank has, and what finds them all."""
+    """Return a float32 tensor of each rank, and the addresses of all."""
     if DEVICE.type == "cpu":
         peers, handle = shared_on_cpu(numel)
         mine = peers[RANK]
@@ -141,10 +141,9 @@ if __name__ == "__main__":
 #
 # The kernel takes the table and a rank. It loads an int64 from the table, and
 # ``.to(tl.pointer_type(tl.float32))`` makes a pointer of it. What follows is a
-# copy as in *Vector addition*. Triton sees how a tensor that you pass is
-# aligned, but not how an address is that the kernel loads from a table.
-# ``tl.multiple_of`` says that it is a multiple of 16 bytes, so that each thread
-# may load 16 bytes at once.
+# copy as in *Vector addition*. Triton knows the alignment of a tensor that you
+# pass, but not of an address that the kernel loads. ``tl.multiple_of`` promises
+# a multiple of 16 bytes, so that each thread may load 16 bytes at once.
 
 
 @triton.jit
@@ -199,10 +198,10 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# Rank 0 reads from rank 1, and the other ranks wait meanwhile. ``copy_`` is
-# PyTorch's copy of the same tensor. *Own memory* is a copy within one GPU, with
-# no link between. Before a call, the L2 cache of the GPU that reads is emptied.
-# That of the other GPU is not, so small tensors may come from its cache.
+# Rank 0 reads from rank 1, and the other ranks wait meanwhile. *PyTorch* copies
+# the same tensor with ``copy_``; *own memory* is a copy within one GPU. Before
+# a call, the L2 cache of the GPU that reads is emptied. The other GPU's is not,
+# so small tensors may come from its cache.
 
 SIZES = [2**14, 2**20, 2**26]
 
@@ -222,14 +221,18 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         print(results.to_string())
 
 # %%
+# At the largest size, the kernel and ``copy_`` read the other GPU's memory at
+# nearly the same rate, far below that of a copy in own memory.
+#
 # A read that comes too early
 # ---------------------------
 #
-# So far ``meet_ranks`` separated writes from reads. It waits on the CPU for the
-# GPU, and then for the other ranks. A model calls for communication many times
-# for each token, and cannot afford that wait. But kernels of different GPUs run
-# in no order at all if nothing makes one. So every rank writes a value and
-# reads the next rank's, and we make one rank late on purpose.
+# So far ``meet_ranks`` separated writes from reads: the CPU waits for its GPU,
+# then for the other ranks. A model communicates many times for each token, and
+# cannot afford that. Without it, nothing orders the kernels of different GPUs.
+# To show that, every rank writes a value and reads the next rank's, and we make
+# one rank late on purpose. ``exchange`` calls ``before`` and ``after`` around
+# the read: barriers will go there.
 
 
 def pause():
@@ -273,9 +276,9 @@ if __name__ == "__main__":
         assert read == 0
 
 # %%
-# With two ranks, rank 0 read what was there before rank 1 wrote. No error says
-# so. Without the planted delay the number is right nearly always, and that is
-# what makes the fault hard to find.
+# With more than one rank, rank 0 read what was there before rank 1 wrote. No
+# error says so, and without the planted delay the number may well be right:
+# such a fault is hard to find.
 #
 # A barrier between GPUs
 # ----------------------
@@ -285,17 +288,18 @@ if __name__ == "__main__":
 # * **One flag for each pair.** A rank sets its flag on the signal pad of every
 #   rank, and waits until all flags on its own pad are set. It clears each as it
 #   sees it, so that the pad is ready for the next barrier.
-# * **Change it only if it is what you expect.** ``tl.atomic_cas`` compares and
-#   swaps in one step, and returns what was there. If the other rank has not
+# * **Compare and swap.** ``tl.atomic_cas`` changes a flag only if it has the
+#   expected value, and returns what was there. If the other rank has not
 #   cleared the flag yet, the swap fails, and ``flip`` tries again.
-# * **Release and acquire.** ``sem="release"`` orders earlier reads and writes
-#   before the flag; ``sem="acquire"`` has later ones wait until it is seen.
+# * **Release and acquire.** Reads and writes may be reordered. Those before a
+#   swap with ``sem="release"`` stay before it; those after one with
+#   ``sem="acquire"`` stay after it.
 # * **Scope.** ``scope="sys"`` makes that hold for other GPUs. The default,
 #   ``"gpu"``, holds within one.
 #
-# A loop polls one flag: polling a block of flags does not compile with Triton
-# 3.6. It gives up after ``tries``; a rank that has failed would otherwise keep
-# this GPU busy forever. Then ``late`` is 1, and what was read must not be used.
+# A *slot* is a set of flags, one for each rank. A loop polls one flag at a time
+# and gives up after ``tries``, as a rank that has failed would keep this GPU
+# busy forever. Then ``late`` is 1, and what was read must not be used.
 
 
 @triton.jit
@@ -311,7 +315,7 @@ def flip(flag_ptr, old, new, tries, sem: tl.constexpr):
 @triton.jit
 def meet(pads_ptr, late_ptr, slot, rank, tries, RANKS: tl.constexpr):
     """Wait for all ranks, with the flags of a slot."""
-    for peer in tl.static_range(RANKS):
+    for peer in tl.static_range(RANKS):  # unrolled
         pad_ptr = tl.load(pads_ptr + peer).to(tl.pointer_type(tl.int32))
         if not flip(pad_ptr + slot * RANKS + rank, 0, 1, tries, "release"):
             tl.store(late_ptr, 1)
@@ -342,15 +346,15 @@ if __name__ == "__main__":
     assert late.item() == 0, "a rank did not come to the barrier"
 
 # %%
-# One program is enough. It is a kernel of its own, so the write before it has
-# ended when it begins, and the read begins when it has ended. (Triton 3.9 has
-# ``tl.atomic_poll``, which waits at an address, with a timeout in nanoseconds.)
+# One program is enough. As a kernel of its own it begins after the write has
+# ended, and the read begins after it. (Triton 3.9 has ``tl.atomic_poll``, which
+# waits at an address, with a timeout in nanoseconds.)
 #
 # And a number from the future
 # ----------------------------
 #
 # Now the reader is late, and there are two rounds: all ranks write 1, then 2.
-# Rank 1 has passed the barrier of the first round, and nothing keeps it from
+# Once rank 1 has passed the barrier of the first round, nothing keeps it from
 # writing 2: the barrier of the second round comes after that write.
 
 if __name__ == "__main__":
@@ -365,20 +369,19 @@ if __name__ == "__main__":
     assert late.item() == 0, "a rank did not come to the barrier"
 
 # %%
-# So a number that is *too old* lacks the barrier between write and read. One
-# that is *too new* lacks the barrier between the read and the next write. (Two
-# tensors in rotation do without the second, if the first barrier of each round
-# is there.)
+# So if a number is *too old*, the barrier between write and read is missing; if
+# it is *too new*, the barrier between the read and the next write. (With two
+# tensors in rotation, the first barrier of each round is enough.)
 #
 # All in one launch
 # -----------------
 #
-# Three launches for one read are many. A kernel can pass both barriers itself,
-# if program *i* of one rank meets program *i* of the others, with flags of its
-# own. So all ranks must launch as many programs. Two things are new:
+# A kernel can pass both barriers itself, in one launch instead of three, if
+# program *i* of one rank meets program *i* of the others, in a slot of its own.
+# So all ranks must launch equally many programs. Two things are new:
 #
-# * ``tl.debug_barrier()`` has all threads of a program wait for each other: one
-#   thread sees and sets the flags for all.
+# * ``tl.debug_barrier()`` has all threads of a program wait for each other, as
+#   one thread sets and sees the flags for all. It is not for debugging only.
 # * A program that waits occupies its multiprocessor. If more programs were
 #   launched than fit on the GPU, those that wait could keep out those that are
 #   waited for. So there are at most 32, and each reads several blocks.
@@ -433,7 +436,7 @@ for N in (1, 5000):
     for call in (exchange_at_once, exchange_in_three):
         x.mine[:N] = numbers_of(RANK, N) + 1
         out = call(N)
-        x.mine[:N] = -1  # at once: who has not read yet would see it
+        x.mine[:N] = -1  # at once: a rank that reads late would see it
         expected = numbers_of(NEXT, N) + 1
         torch.testing.assert_close(out, expected, rtol=0, atol=0)
 assert late.item() == 0, "a rank did not come to the barrier"
@@ -461,6 +464,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
             print(f"{name}: {time_us:.1f} us for 4,096 bytes")
 
 # %%
+# One launch takes less time than three for the smallest tensor, and more for
+# the largest. There it has 32 programs; ``read_peer`` has one for each block.
+#
 # Exercises
 # ---------
 #
