@@ -226,8 +226,6 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     print("GB/s", pd.DataFrame(rows).T.to_string(), sep="\n")
 
 # %%
-# The longer the row, the further ``norm_kernel`` is below the roof.
-#
 # One more check: is ``y`` rounded to the dtype of ``x``? Then values in float32
 # times their scale are nearly bfloat16 numbers. So we add a little, drop the 16
 # bits that bfloat16 lacks, and expect the same number.
