@@ -597,6 +597,7 @@ from triton_gallery_ops.all_gather_matmul import (
 # %%
 # At how many tokens is there enough to hide behind? The rate counts operations
 # of one rank. The lines below the chart divide the op's rate by the others'.
+# Where the first of the two is below 1, take NCCL, then ``@``.
 
 if __name__ == "__main__" and CAN:
     x_few = random(7, K)
