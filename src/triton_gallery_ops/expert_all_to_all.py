@@ -697,6 +697,8 @@ def expert_all_to_all_dispatch(
 
     Deterministic, without a gradient. Raises TypeError for other dtypes, and
     ValueError for other shapes, tensors on two devices, and what requires grad.
+
+    Rounding: rows and scales arrive as they were sent.
     """
     _expert_all_to_all_no_gradient("expert_all_to_all_dispatch", x, scales)
     ends, places = expert_all_to_all_send(

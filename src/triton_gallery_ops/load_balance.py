@@ -1,4 +1,4 @@
-"""The auxiliary loss that balances the load of a mixture's experts.
+"""The auxiliary loss that balances the load of experts in a mixture.
 
 ``load_balance_loss`` is E * sum(f * P): f the choices of each expert, P its
 mean probability, both per token (Fedus et al., 2021, arXiv:2101.03961). It is

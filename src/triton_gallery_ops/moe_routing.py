@@ -688,8 +688,9 @@ def moe_routing(
 
     The weights have a gradient with respect to the logits, which has none
     itself; nothing else has a gradient. Raises TypeError for other dtypes, and
-    ValueError for other sizes and options. Rounding: all is in float32, or in
-    float64 for float64.
+    ValueError for other sizes and options.
+
+    Rounding: all is in float32, or in float64 for float64.
     """
     kernel = wrap_triton(_moe_routing_kernel)
     options = bias, groups, top_groups, renormalize, scale

@@ -442,9 +442,9 @@ def code(recipe: ModuleType) -> list[str]:
     ]
 
 
-def test_compiled_as_the_page_says(on_h100: Ask) -> None:
+def test_compiled_as_the_page_says(gallery: Path, on_h100: Ask) -> None:
     """Flags are set and seen by instructions that hold for all GPUs; a thread moves 16 bytes at once."""
-    ((plan, send, copy, add, first),) = on_h100(ROOT / "gallery" / PATH, code)
+    ((plan, send, copy, add, first),) = on_h100(gallery / PATH, code)
     found = set(re.findall(r"atom\.\S+", plan))
     assert found == {"atom.global.release.sys.cas.b32", "atom.global.acquire.sys.cas.b32"}
     for moves in (send, copy, add, first):

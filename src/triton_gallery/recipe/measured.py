@@ -100,7 +100,7 @@ def _needed(statements: Sequence[_Statement], index: int) -> set[int]:
     needed, pending = {index}, [(index, index)]  # each with the place from which names are looked up
     while pending:
         place, at = pending.pop()
-        for name in statements[place].uses:
+        for name in sorted(statements[place].uses):  # what is reached depends on the order
             for bound in reversed(range(at)):
                 other = statements[bound]
                 if name in other.binds and bound not in needed:
