@@ -90,9 +90,9 @@ class Record(RecordFile, frozen=True, kw_only=True):
 
     def is_fresh(self, recipe: Recipe) -> bool:
         """Whether what the recipe's measurements depend on is still the code that was recorded."""
-        if self.recipe_hash == hash_of(recipe):
-            return True
-        return self.measured_hash is not UNSET and self.measured_hash == measured_hash(recipe)
+        if self.measured_hash is UNSET:
+            return self.recipe_hash == hash_of(recipe)
+        return self.measured_hash == measured_hash(recipe)
 
 
 class Records:
