@@ -247,7 +247,7 @@ def _expert_all_to_all_sum_kernel(
         row = tl.maximum(place, 0) % capacity
         row_ptr = tl.load(addresses_ptr + first + peer).to(out_ptr.dtype)
         row_ptr = tl.multiple_of(row_ptr, 16) + row.to(tl.int64) * H
-        mask = (offs < H) & (place >= 0)
+        mask = offs < tl.where(place < 0, 0, H)
         y = tl.load(row_ptr + offs, mask=mask, other=0.0).to(tl.float32)
         # A row that did not fit makes its token's result NaN.
         lost = tl.where(place == -1, 0.0, float("nan"))
