@@ -469,7 +469,10 @@ def expert_all_to_all_send(
     num_experts: int,
     own: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do what ``expert_all_to_all_dispatch`` does; return ends and places."""
+    """Do what ``expert_all_to_all_dispatch`` does; return ends and places.
+
+    Rounding: rows and scales arrive as they were sent.
+    """
     return _expert_all_to_all_dispatch_launch(
         *(x, experts, inverse, offsets, scales, memory_rows, memory_scales),
         *(addresses, state, rank, num_experts, own),
@@ -697,8 +700,6 @@ def expert_all_to_all_dispatch(
 
     Deterministic, without a gradient. Raises TypeError for other dtypes, and
     ValueError for other shapes, tensors on two devices, and what requires grad.
-
-    Rounding: rows and scales arrive as they were sent.
     """
     _expert_all_to_all_no_gradient("expert_all_to_all_dispatch", x, scales)
     ends, places = expert_all_to_all_send(
