@@ -60,7 +60,7 @@ def _lacks(recipe: str) -> list[str]:
 def definitions(source: str) -> str:
     """Return a recipe without what checks it at import, which would stop the import of one that is broken.
 
-    That is all below the headings of checks, and other blocks at the top level that assert something.
+    That is all below the headings of checks, and other blocks at the top level that assert or check something.
     """
     code = BETWEEN.sub("", END.split(source, maxsplit=1)[0])
     lines = code.splitlines(keepends=True)
@@ -71,10 +71,11 @@ def definitions(source: str) -> str:
 
 
 def _asserts_at_import(block: ast.stmt) -> bool:
-    """Whether a block at the top level of a recipe asserts something when the recipe is imported."""
+    """Whether a block at the top level of a recipe asserts or checks something when the recipe is imported."""
     if isinstance(block, (ast.FunctionDef, ast.ClassDef)) or ast.unparse(block).startswith("if __name__ == '__main__'"):
         return False
     return any(
-        isinstance(node, ast.Assert) or (isinstance(node, ast.Call) and "assert_" in ast.unparse(node.func))
+        isinstance(node, ast.Assert)
+        or (isinstance(node, ast.Call) and re.search(r"assert_|^check", ast.unparse(node.func)))
         for node in ast.walk(block)
     )

@@ -47,7 +47,7 @@ def h100() -> Iterator[Ask]:
 
         def ask(recipe: Path, *looks: Callable[[ModuleType], Any]) -> list[Any]:
             # Not the line that asks for the interpreter
-            source = definitions(recipe.read_text()).replace("raise RuntimeError(", "(")
+            source = definitions(recipe.read_text()).replace("raise RuntimeError(", "(", 1)
             Path(folder, recipe.name).write_text(source)
             return pool.apply_async(_answers, (recipe.stem, looks)).get(timeout=300)
 

@@ -44,8 +44,6 @@ def traced(place: int, module: ModuleType) -> list[list[str]]:
 def test_any_sizes(gallery: Path, on_h100: Ask, recipe: str, name: str, place: int) -> None:
     if not runs_here(recipe):
         pytest.skip(f"NOT TESTED: {recipe} needs another GPU")
-    if recipe in ("several_gpus/all_reduce", "several_gpus/all_gather_matmul"):
-        pytest.skip(f"NOT TESTED: {recipe} checks what it makes of other ranks when it is imported")
     look: Callable[[ModuleType], Any] = partial(traced, place)
     (results,) = on_h100(gallery / f"{recipe}.py", look)
     assert all(results)
