@@ -1,6 +1,7 @@
 """Measures models of the transformers library: as they are, with Liger's kernels, and with the gallery's ops.
 
-`make models` runs it on a GPU host. Each case is a process of its own, so that none finds memory that another left:
+`make models` runs it on a GPU host. Each case is a process of its own, so that none finds memory that another left. It
+is forked from one that has imported the libraries:
 
     python -m triton_gallery.libraries.models                          # all cases, one after the other
     python -m triton_gallery.libraries.models train base-2048 ours     # those with all of these words
@@ -13,12 +14,13 @@ import argparse
 import importlib
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -70,7 +72,8 @@ def build(size: str, way: str, longest: int) -> Any:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**SIZES[size], max_position_embeddings=longest)
-    model = transformers.LlamaForCausalLM(config).to(device, torch.bfloat16 if device == "cuda" else torch.float32)
+    with torch.device(device):  # made there: a CPU would take longer to draw the weights than the measurement takes
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16 if device == "cuda" else torch.float32)
     if way == "Liger":
         importlib.import_module("liger_kernel.transformers").apply_liger_kernel_to_llama(model=model)
     elif way == "ours":
@@ -151,27 +154,48 @@ def measure(case: Case) -> dict[str, Any]:
     return work(build(size, case.way, longest), int(number), case.compiled)
 
 
+def report(case: Case, to: Connection) -> None:
+    """Measure a case and send what came of it, or the error's last line."""
+    try:
+        to.send(measure(case))
+    except Exception as error:
+        to.send(str(error).strip().splitlines()[-1:] or [type(error).__name__])
+
+
+def apart(case: Case) -> dict[str, Any] | str:
+    """Measure a case in a process of its own; return what came of it, or why nothing did."""
+    processes = get_context("fork")  # this process has the libraries, and has not touched the GPU
+    receiver, sender = processes.Pipe(duplex=False)
+    process = processes.Process(target=report, args=(case, sender))
+    process.start()
+    sender.close()  # the other process has the only one, so the pipe ends with it
+    try:
+        result = receiver.recv()
+    except EOFError:
+        result = None
+    process.join()
+    if result is None:
+        return f"the process ended with {process.exitcode}"
+    return result if isinstance(result, dict) else result[0]
+
+
 def main() -> int:
     """Measure the cases that the arguments name, and print a line of JSON for each."""
     parser = argparse.ArgumentParser(prog="python -m triton_gallery.libraries.models")
     parser.add_argument("words", nargs="*", help="of the cases to measure, as: train base-2048 ours eager")
-    parser.add_argument("--case", help=argparse.SUPPRESS)  # as JSON, in a process of its own
     arguments = parser.parse_args()
-    if arguments.case:
-        print(json.dumps(measure(Case(**json.loads(arguments.case)))))
-        return 0
+    for module in ("transformers.models.llama.modeling_llama", "torch._inductor.compile_fx"):
+        importlib.import_module(module)
     failed = 0
     for case in cases():
         if not {*arguments.words} <= {*str(case).split()}:
             continue
-        command = [sys.executable, "-m", "triton_gallery.libraries.models", "--case", json.dumps(asdict(case))]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
+        result = apart(case)
+        if isinstance(result, str):
             failed += 1
-            print(f"{case}: failed: {(done.stderr.strip() or str(done.returncode)).splitlines()[-1]}", flush=True)
-            continue
-        result = json.loads(done.stdout.splitlines()[-1])
-        print(json.dumps({"case": str(case), **result}), flush=True)
+            print(f"{case}: failed: {result}", flush=True)
+        else:
+            print(json.dumps({"case": str(case), **result}), flush=True)
     return min(failed, 1)
 
 
