@@ -1,7 +1,7 @@
 """Measures models of the transformers library: as they are, with Liger's kernels, and with the gallery's ops.
 
-`make models` runs it on a GPU host. Each case is a process of its own, so that none finds memory that another left. It
-is forked from one that has imported the libraries:
+`make models` runs it on a GPU host. Each case is a process of its own, so that none finds memory that another left; the
+next one imports its libraries while this one is measured:
 
     python -m triton_gallery.libraries.models                          # all cases, one after the other
     python -m triton_gallery.libraries.models train base-2048 ours     # those with all of these words
@@ -14,13 +14,12 @@ import argparse
 import importlib
 import json
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -154,48 +153,37 @@ def measure(case: Case) -> dict[str, Any]:
     return work(build(size, case.way, longest), int(number), case.compiled)
 
 
-def report(case: Case, to: Connection) -> None:
-    """Measure a case and send what came of it, or the error's last line."""
-    try:
-        to.send(measure(case))
-    except Exception as error:
-        to.send(str(error).strip().splitlines()[-1:] or [type(error).__name__])
-
-
-def apart(case: Case) -> dict[str, Any] | str:
-    """Measure a case in a process of its own; return what came of it, or why nothing did."""
-    processes = get_context("fork")  # this process has the libraries, and has not touched the GPU
-    receiver, sender = processes.Pipe(duplex=False)
-    process = processes.Process(target=report, args=(case, sender))
-    process.start()
-    sender.close()  # the other process has the only one, so the pipe ends with it
-    try:
-        result = receiver.recv()
-    except EOFError:
-        result = None
-    process.join()
-    if result is None:
-        return f"the process ended with {process.exitcode}"
-    return result if isinstance(result, dict) else result[0]
+def begin(case: Case) -> subprocess.Popen[str]:
+    """Start the process of a case; it imports the libraries, and waits for a line before it touches the GPU."""
+    command = [sys.executable, "-m", "triton_gallery.libraries.models", "--case", json.dumps(asdict(case))]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
 def main() -> int:
     """Measure the cases that the arguments name, and print a line of JSON for each."""
     parser = argparse.ArgumentParser(prog="python -m triton_gallery.libraries.models")
     parser.add_argument("words", nargs="*", help="of the cases to measure, as: train base-2048 ours eager")
+    parser.add_argument("--case", help=argparse.SUPPRESS)  # as JSON, in a process of its own
     arguments = parser.parse_args()
-    for module in ("transformers.models.llama.modeling_llama", "torch._inductor.compile_fx"):
-        importlib.import_module(module)
+    if arguments.case:
+        for module in ("transformers.models.llama.modeling_llama", "torch._inductor.compile_fx"):
+            importlib.import_module(module)
+        sys.stdin.readline()
+        print(json.dumps(measure(Case(**json.loads(arguments.case)))))
+        return 0
+    chosen = [case for case in cases() if {*arguments.words} <= {*str(case).split()}]
     failed = 0
-    for case in cases():
-        if not {*arguments.words} <= {*str(case).split()}:
-            continue
-        result = apart(case)
-        if isinstance(result, str):
+    begun = [begin(case) for case in chosen[:1]]
+    for number, case in enumerate(chosen):
+        begun += [begin(case) for case in chosen[number + 1 : number + 2]]
+        process = begun[number]
+        output, errors = process.communicate("begin\n")
+        if process.returncode:
             failed += 1
-            print(f"{case}: failed: {result}", flush=True)
+            print(f"{case}: failed: {(errors.strip() or str(process.returncode)).splitlines()[-1]}", flush=True)
         else:
-            print(json.dumps({"case": str(case), **result}), flush=True)
+            print(json.dumps({"case": str(case), **json.loads(output.splitlines()[-1])}), flush=True)
     return min(failed, 1)
 
 
