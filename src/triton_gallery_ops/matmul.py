@@ -1,18 +1,18 @@
 """Matrix product (matmul) of any size, layout and float dtype.
 
 Computes a @ b for (M, K) and (K, N), with any strides; flatten batches first.
-A model that counts rounds of tiles and bytes chooses the way, without tuning.
-On Hopper and newer GPUs, half precision and TF32 go through the copy engine, as
-in ``persistent_matmul``; there, a matrix whose rows begin at no multiples of 16
-bytes is copied first, if it is multiplied by more than 32 rows. All else goes
-through pointers. If the last tiles leave multiprocessors idle, their sums are
-split. Float32 is multiplied in full precision unless ``input_precision`` says
-otherwise; sums are in float32, or float64 for float64. Deterministic on a given
-GPU model, with gradients of any order.
+A model of the time chooses the way and the tile, without tuning. On Hopper and
+newer GPUs there are two ways: the copy engine, as in ``persistent_matmul``,
+where a matrix whose rows begin at no multiples of 16 bytes is copied first, or
+pointers. Other GPUs, float32 in full precision and float64 take pointers. If
+the last tiles leave multiprocessors idle, their sums are split. Float32 is
+multiplied in full precision unless ``input_precision`` says otherwise; sums are
+in float32, or float64 for float64. Deterministic on a given GPU model, with
+gradients of any order.
 """
 
 import math
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 
 import torch
 import triton
@@ -20,10 +20,14 @@ import triton.language as tl
 from torch.library import Library, custom_op
 
 from triton_gallery_ops.persistent_matmul import (
+    PERSISTENT_MATMUL_STAGES,
+    PERSISTENT_MATMUL_TILES,
     _persistent_matmul_add,
+    _persistent_matmul_gpu,
     _persistent_matmul_place,
     _persistent_matmul_plan,
     _persistent_matmul_run,
+    _persistent_matmul_stages,
     _persistent_matmul_turned,
 )
 
@@ -41,17 +45,28 @@ MATMUL_TILES = {
         (128, 256, 64, 8, 3),
         (128, 128, 64, 8, 3),
         (64, 128, 64, 4, 3),
+        (64, 64, 128, 4, 3),
         (64, 64, 64, 4, 3),
     ],
     4: [(128, 128, 16, 8, 3), (64, 64, 32, 4, 3), (32, 32, 32, 4, 3)],
     8: [(64, 64, 16, 4, 3), (32, 32, 16, 4, 3)],
 }
-MATMUL_NARROW = [(128, 128, 64, 8, 3), (64, 64, 64, 4, 3)]  # 2 bytes a load
-MATMUL_FEW = 8  # rows that are multiplied faster than their factor is copied
-# Products that go through pointers: the engine takes longer to begin, most of
-# all if it needs a copy.
-MATMUL_SMALL = 2**25, 2**27
-MATMUL_RESIDENT = 4  # programs of a few rows that a multiprocessor runs at once
+MATMUL_NARROW = [(64, 64, 128, 8, 3), (32, 64, 128, 4, 3)]  # 2 bytes a load
+MATMUL_PARTS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48
+MATMUL_RESIDENT = 4  # programs of pointers that a multiprocessor runs at once
+# What a plan of half precision counts, in microseconds of an H200. Fitted to
+# 850 plans of 27 products, each of which was timed.
+MATMUL_COSTS = {  # by the way, and for pointers by the width of their loads
+    #        begin, a product, an edge's element, a step, and its least time
+    "engine": (8.0, 8.3e-8, 1.7e-5, 0.07, 0.0),
+    "wide": (7.4, 2.5e-7, 2.6e-5, 0.0, 0.56),
+    "narrow": (7.4, 2.5e-7, 6e-5, 0.0, 2.2),
+}
+MATMUL_MEMORY = 3.9e6  # bytes
+MATMUL_ADD = 4.0  # the launch that adds the parts
+MATMUL_PART = 1.5e-6  # to write and to add an element of a part
+MATMUL_COPY = 4.0, 2.9e6  # to begin a copy, and its bytes
+MATMUL_TF32 = 2**27  # products from which TF32 goes through the engine
 
 
 @triton.jit(do_not_specialize=["whole", "tail", "steps"])
@@ -174,20 +189,59 @@ def _matmul_gpu(device):
     return has_engine, gpu.multi_processor_count
 
 
-def _matmul_by_engine(a, b, input_precision):
-    """Return whether a product goes through the copy engine."""
-    half = a.element_size() == 2
-    fast = half or (a.dtype == torch.float32 and input_precision != "ieee")
-    if not fast or not _matmul_gpu(a.device)[0]:
-        return False
-    # A copy takes as long for any number of rows that it is multiplied by.
-    copied = False
-    for x, rows in ((a, b.shape[1]), (b, a.shape[0])):
-        if _persistent_matmul_turned(x, x.data_ptr()) is None:
-            copied = True
-            if rows <= MATMUL_FEW:
-                return False
-    return a.numel() * b.shape[1] > MATMUL_SMALL[copied]
+def _matmul_time(M, N, K, tile, parts, way, processors):
+    """Return the time with a tile and parts, and how the work is divided.
+
+    That is how many tiles are whole, how many come after these, in how many
+    parts each of the latter is summed, and the steps of a part. Returns None
+    if the work has no such parts.
+    """
+    m, n, k = tile[:3]
+    begin, product, edge, step, least = MATMUL_COSTS[way]
+    resident = 1 if way == "engine" else MATMUL_RESIDENT
+    tiles, steps = triton.cdiv(M, m) * triton.cdiv(N, n), triton.cdiv(K, k)
+    of_part = triton.cdiv(steps, parts)
+    tail = tiles % (resident * processors) if parts > 1 else 0
+    if parts > 1 and (
+        not 0 < tail * parts <= resident * processors
+        or triton.cdiv(steps, of_part) != parts
+    ):
+        return None
+    busy = k * (product * m * n + edge * (m + n)) + step
+    together = max(1, min(resident, 2**15 // (m * n)))
+
+    def run(programs, steps):
+        # Programs of one multiprocessor wait for memory at the same time.
+        rounds, rest = divmod(triton.cdiv(programs, processors), together)
+        last = max(least, rest * busy) if rest else 0
+        return steps * (rounds * max(least, together * busy) + last)
+
+    time = run(tiles - tail, steps) + run(tail * parts, of_part)
+    time = begin + max(time, 2 * (M * K + K * N + M * N) / MATMUL_MEMORY)
+    if parts == 1:
+        return time, (tiles, 0, 1, 0)
+    time += MATMUL_ADD + MATMUL_PART * tail * parts * m * n
+    return time, (tiles - tail, tail, parts, of_part)
+
+
+@lru_cache(4096)
+def _matmul_plan(M, N, K, way, tiles, copied, engine_tiles, processors, shared):
+    """Return whether the engine is faster than pointers, and the plan.
+
+    ``copied`` is how long the copies take that the engine needs.
+    """
+    stages = {t: _persistent_matmul_stages(t, 2, shared) for t in engine_tiles}
+    taken = [t for t in engine_tiles if stages[t] >= PERSISTENT_MATMUL_STAGES]
+    choices = []
+    for kind, some, more in ((way, tiles, 0.0), ("engine", taken, copied)):
+        for tile in some:
+            for parts in MATMUL_PARTS:
+                found = _matmul_time(M, N, K, tile, parts, kind, processors)
+                if found:
+                    choices.append((more + found[0], kind, tile, found[1]))
+    _, kind, tile, divided = min(choices)
+    by_engine = kind == "engine"
+    return by_engine, (tile, stages[tile] if by_engine else tile[4], *divided)
 
 
 def _matmul_vec(x):
@@ -202,22 +256,48 @@ def _matmul_vec(x):
     return (math.gcd(rows, by_column, unit), 1) if by_row == 1 else (1, 1)
 
 
-def _matmul_by_pointers(a, b, c, input_precision):
+def _matmul_copied(x):
+    """Return how long the engine's copy of x takes, 0 if it needs none."""
+    if _persistent_matmul_turned(x, x.data_ptr()) is not None:
+        return 0.0
+    begin, rate = MATMUL_COPY
+    return begin + 4 * x.numel() / rate
+
+
+def _matmul_choose(a, b, input_precision):
+    """Return whether a product goes through the copy engine, and the plan.
+
+    The plan is None if the engine makes its own.
+    """
     (M, K), (N, size) = a.shape, (b.shape[1], a.element_size())
-    programs = _matmul_gpu(a.device)[1]
-    if min(M, N) <= MATMUL_FEW:
-        programs *= MATMUL_RESIDENT
-    vecs = _matmul_vec(a), _matmul_vec(b)
-    (VEC_AM, VEC_AK), (VEC_BK, VEC_BN) = vecs
-    tiles = MATMUL_TILES[size]
-    if size == 2 and (1, 1) in vecs:
-        tiles = MATMUL_NARROW  # a load passes registers: larger ones spill them
+    has_engine, processors = _matmul_gpu(a.device)
+    is_tf32 = a.dtype == torch.float32 and input_precision != "ieee"
+    if has_engine and is_tf32 and M * N * K > MATMUL_TF32:
+        return True, None
+    narrow = size == 2 and (1, 1) in (_matmul_vec(a), _matmul_vec(b))
     # No edge is longer than the product's, as far as an instruction allows.
     tiles = tuple(
         (_matmul_block(M, m), _matmul_block(N, n), *more)
-        for m, n, *more in tiles
+        for m, n, *more in (MATMUL_NARROW if narrow else MATMUL_TILES[size])
     )
-    plan = _persistent_matmul_plan(M, N, K, tiles, size, programs, 2**20)
+    if size != 2:
+        return False, _persistent_matmul_plan(
+            M, N, K, tiles, size, processors, 2**20
+        )
+    way = "narrow" if narrow else "wide"
+    copied, engine_tiles, shared = 0.0, (), 0
+    if has_engine:
+        copied = _matmul_copied(a) + _matmul_copied(b)
+        engine_tiles = (*PERSISTENT_MATMUL_TILES,)
+        shared = _persistent_matmul_gpu(a.device)[1]
+    return _matmul_plan(
+        *(M, N, K, way, tiles, copied, engine_tiles, processors, shared)
+    )
+
+
+def _matmul_by_pointers(a, b, c, input_precision, plan):
+    (M, K), (N, size) = a.shape, (b.shape[1], a.element_size())
+    (VEC_AM, VEC_AK), (VEC_BK, VEC_BN) = _matmul_vec(a), _matmul_vec(b)
     (m, n, k, num_warps, num_stages), _, whole, tail, parts, steps = plan
     if triton.knobs.runtime.interpret and a.dtype == torch.bfloat16:
         # The interpreter would multiply the bits as if they were integers.
@@ -256,9 +336,9 @@ def _matmul_launch(a, b, input_precision="ieee"):
     c = a.new_empty(a.shape[0], b.shape[1])
     if c.numel() * a.shape[1] == 0:
         return c.zero_()
-    by_engine = _matmul_by_engine(a, b, input_precision)
+    by_engine, plan = _matmul_choose(a, b, input_precision)
     run = _persistent_matmul_run if by_engine else _matmul_by_pointers
-    run(a, b, c, input_precision)
+    run(a, b, c, input_precision, plan)
     return c
 
 

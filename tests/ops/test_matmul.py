@@ -53,12 +53,15 @@ SIZES = [(130, 70, 65), (257, 300, 129), (1, 130, 70), (129, 1, 65), (16, 17, 64
 SIZES += [(130, 200, 1), (1, 1, 1), (128, 256, 128), (127, 255, 63), (64, 64, 32), (65, 64, 33), (7, 3, 1000)]
 KINDS = r"matmul takes matrices of one dtype on one device, not torch\.float32 on"
 SHAPES = r"matmul takes matrices of \(M, K\) and \(K, N\), not "
+# What a way costs, where the engine is to be the cheapest, and where pointers are
+ENGINE = {"engine": (0.0, 0.0, 1.0, 0.0, 0.0), **dict.fromkeys(("wide", "narrow"), (1e9, 0.0, 1.0, 0.0, 0.0))}
+POINTERS = {"engine": ENGINE["wide"], **dict.fromkeys(("wide", "narrow"), ENGINE["engine"])}
 PRODUCT = Case(
     "matmul",
     matrices,
     exact,
     autocast="asked",
-    settings={"MATMUL_SMALL": (0, 0)},  # through the copy engine, where there is one
+    settings={"MATMUL_COSTS": ENGINE, "MATMUL_TF32": 0},  # through the copy engine, where there is one
     sizes=SIZES,
     small=(3, 4, 5),
     many=(4099, 4099, 65),
@@ -187,48 +190,76 @@ def test_width_of_loads(taken: ModuleType, dtype: torch.dtype) -> None:
         assert taken._matmul_vec(x) == tuple(min(number, 16 // dtype.itemsize) for number in vec)
 
 
-# M, N, K, how a and b lie, and whether the copy engine loads them on Hopper: not if that is little work, and where a
-# copy to padded rows is needed, only for more than 8 rows of the other matrix.
+# M, N, K, how a and b lie, and whether the copy engine loads them on Hopper: not if that is little work, nor if it
+# needs a copy that few rows of the other matrix are multiplied by.
 WAYS = [
     (5000, 5000, 5000, "nn", True),
     (5000, 5000, 5000, "tt", True),
     (40, 9216, 3072, "nt", True),
     (1, 8, 8, "nn", False),
-    (512, 256, 256, "nn", False),
-    (512, 256, 264, "nn", True),
     (4096, 4095, 4096, "nn", True),  # b's rows are odd, a's are not, and M is large
-    (400, 401, 400, "nn", False),
-    (1000, 401, 400, "nn", True),
-    (9, 4095, 4096, "nn", True),
+    (16, 4095, 4096, "nn", False),
+    (16, 4096, 4095, "nt", False),  # all rows are odd
     (8, 4095, 4096, "nn", False),
-    (8, 4095, 4096, "nt", True),  # b lies along K, and no row is odd
-    (8, 4096, 4095, "tn", True),
-    (8, 4096, 401, "tn", False),
-    (16, 4096, 4095, "tn", True),
-    (16, 4096, 4095, "nn", True),
-    (8, 4096, 4095, "nt", False),
-    (4096, 8, 4095, "nt", False),
-    (4096, 9, 4095, "nt", True),
     (4095, 8, 4096, "tn", False),
 ]
 
 
+def lying(how: str, M: int, N: int, K: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return new matrices of a layout."""
+    sizes_of_factors = zip(((M, K), (K, N)), LAYOUTS[how], strict=True)
+    a, b = (torch.empty(shape[::-1] if t else shape, dtype=dtype, device=DEVICE) for shape, t in sizes_of_factors)
+    return (a.T if how[0] == "t" else a), (b.T if how[1] == "t" else b)
+
+
+@pytest.fixture
+def hopper(taken: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the op plan for an H200."""
+    monkeypatch.setattr(taken, "_matmul_gpu", lambda _: (True, 132))
+    monkeypatch.setattr(taken, "_persistent_matmul_gpu", lambda _: (132, 227 * 1024))
+
+
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("dtype", [torch.float32], ids=str)
 def test_way(taken: ModuleType, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """Half precision and TF32 go through the engine, if it is much work, and no copy is for few rows."""
-    monkeypatch.setattr(taken, "_matmul_gpu", lambda _: (True, 132))
     for M, N, K, how, by_engine in WAYS:
-        a, b = (
-            torch.empty(shape[::-1] if t else shape, dtype=torch.bfloat16, device=DEVICE)
-            for shape, t in zip(((M, K), (K, N)), LAYOUTS[how], strict=True)
-        )
-        a, b = (x.T if t else x for x, t in zip((a, b), LAYOUTS[how], strict=True))
-        assert taken._matmul_by_engine(a, b, "ieee") == by_engine, (M, N, K, how)
-    x = torch.empty(512, 512, dtype=dtype, device=DEVICE)
-    assert [taken._matmul_by_engine(x, x, precision) for precision in ("ieee", "tf32", "tf32x3")] == [False, True, True]
-    assert not taken._matmul_by_engine(x.double(), x.double(), "tf32")
+        found, plan = taken._matmul_choose(*lying(how, M, N, K, torch.bfloat16), "ieee")
+        assert found == by_engine, (M, N, K, how, plan)
+    x = torch.empty(520, 520, dtype=dtype, device=DEVICE)
+    precisions = ("ieee", "tf32", "tf32x3")
+    assert [taken._matmul_choose(x, x, precision)[0] for precision in precisions] == [False, True, True]
+    assert not taken._matmul_choose(x.double(), x.double(), "tf32")[0]
+    assert not taken._matmul_choose(x[:200], x, "tf32")[0]
     monkeypatch.setattr(taken, "_matmul_gpu", lambda _: (False, 132))
-    assert not taken._matmul_by_engine(x.half(), x.half(), "tf32")
+    assert not taken._matmul_choose(*lying("nn", 5000, 5000, 5000, torch.bfloat16), "tf32")[0]
+
+
+@pytest.mark.usefixtures("hopper")
+def test_plan(taken: ModuleType) -> None:
+    """A plan divides all of the work, and its least time is that of all tiles and parts."""
+    for M, N, K, how in (
+        (2, 4421, 7031, "nt"),
+        (53, 88, 12268, "tn"),
+        (500, 9216, 3072, "nt"),
+        (3000, 9000, 7000, "tt"),
+    ):
+        a, b = lying(how, M, N, K, torch.bfloat16)
+        by_engine, plan = taken._matmul_choose(a, b, "ieee")
+        (m, n, k, *_), _, whole, tail, parts, steps = plan
+        assert whole + tail == -(-M // m) * -(-N // n)
+        if parts > 1:
+            assert (parts - 1) * steps * k < K <= parts * steps * k  # each part has something to sum
+        way = "engine" if by_engine else "narrow" if (1, 1) in map(taken._matmul_vec, (a, b)) else "wide"
+        copied = (taken._matmul_copied(a) + taken._matmul_copied(b)) if by_engine else 0
+        least, divided = taken._matmul_time(M, N, K, plan[0], parts, way, 132)
+        assert divided == (whole, tail, parts, steps)
+        tiles = taken.PERSISTENT_MATMUL_TILES
+        for tile, some in product(tiles, taken.MATMUL_PARTS):
+            time = taken._matmul_time(M, N, K, tile, some, "engine", 132)
+            assert time is None or time[0] + taken._matmul_copied(a) + taken._matmul_copied(b) >= least + copied
+    # Two rows of many numbers leave most multiprocessors idle, unless their sums are split.
+    assert taken._matmul_choose(*lying("nt", 2, 4421, 7031, torch.bfloat16), "ieee")[1][4] > 1
 
 
 @pytest.mark.parametrize(
@@ -251,15 +282,24 @@ def test_parts(
     taken: ModuleType, monkeypatch: pytest.MonkeyPatch, how: str, by_engine: bool, dtype: torch.dtype
 ) -> None:
     """Sums of the last tiles are split, in whole rounds before them and without, and rows of any length are right."""
-    monkeypatch.setattr(taken, "PERSISTENT_MATMUL_ADD", 0)
-    monkeypatch.setattr(taken, "PERSISTENT_MATMUL_PART", 0)
+    for name in ("PERSISTENT_MATMUL_ADD", "PERSISTENT_MATMUL_PART", "MATMUL_ADD", "MATMUL_PART", "MATMUL_TF32"):
+        monkeypatch.setattr(taken, name, 0)
     monkeypatch.setattr(taken, "PERSISTENT_MATMUL_TILES", [(64, 64, 32, 4, 4), (64, 128, 32, 4, 4)])
     monkeypatch.setattr(taken, "MATMUL_TILES", {size: [(64, 64, 32, 4, 3)] for size in (2, 4, 8)})
     monkeypatch.setattr(taken, "MATMUL_NARROW", [(64, 64, 32, 4, 3)])
-    plan, plans = taken._persistent_matmul_plan, []
-    monkeypatch.setattr(taken, "_persistent_matmul_plan", lambda *given: plans.append(plan(*given)) or plans[-1])
+    monkeypatch.setattr(taken, "MATMUL_COSTS", ENGINE if by_engine else POINTERS)
+    monkeypatch.setattr(taken, "MATMUL_RESIDENT", 1)
+    plans = []
+    for name in ("_persistent_matmul_plan", "_matmul_plan"):
+        plan = getattr(taken, name)
+
+        def kept(*given: Any, plan: Callable[..., Any] = plan) -> Any:
+            found = plan(*given)
+            plans.append(found[-1] if len(found) == 2 else found)
+            return found
+
+        monkeypatch.setattr(taken, name, kept)
     monkeypatch.setattr(taken, "_matmul_gpu", lambda _: (by_engine, 5))
-    monkeypatch.setattr(taken, "MATMUL_SMALL", (0, 0))
     monkeypatch.setattr(taken, "_persistent_matmul_gpu", lambda _: (5, 227 * 1024))
     for M, N, K in ((130, 120, 200), (130, 121, 136), (40, 40, 400)):
         lie = (Layout("contiguous", k).make(shape, dtype, DEVICE) for k, shape in enumerate([(M, K), (K, N)]))
@@ -390,7 +430,7 @@ def notes(taken: ModuleType) -> list[str]:
 def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     """Of rows of 8 odd numbers, a thread copies and stores 16 bytes at once, and tensor cores of Hopper multiply."""
     (results,) = on_h100(gallery / "matmul" / "matmul.py", copies)
-    assert len(results) == 16
+    assert len(results) == 20
     assert all(result == ({"0x10"}, {"v4"}, True) for result in results.values()), results
 
 
@@ -468,11 +508,17 @@ BREAKS = [
     ("b's step along K is a's", "b_ptrs += step * stride_bk", "b_ptrs += step * stride_ak"),
     ("a load past a row's end", "math.gcd(columns, by_row, unit)", "math.gcd(by_row, unit)"),
     ("a load between two rows", "math.gcd(columns, by_row, unit)", "math.gcd(columns, unit)"),
-    ("a copy for few rows", "if rows <= MATMUL_FEW:", "if rows < MATMUL_FEW:"),
-    ("a copy for little work", "MATMUL_SMALL[copied]", "MATMUL_SMALL[0]"),
-    ("the engine for any work", "> MATMUL_SMALL[copied]", "> 0 * MATMUL_SMALL[copied]"),
-    ("the wrong rows of a factor", "((a, b.shape[1]), (b, a.shape[0]))", "((a, a.shape[0]), (b, b.shape[1]))"),
+    ("a copy that costs nothing", "return begin + 4 * x.numel() / rate", "return 0 * begin / rate"),
+    ("an engine without copies", "copied = _matmul_copied(a) + _matmul_copied(b)", "copied = _matmul_copied(a)"),
+    ("the most time", "_, kind, tile, divided = min(choices)", "_, kind, tile, divided = max(choices)"),
+    ("parts of nothing", "or triton.cdiv(steps, of_part) != parts", "or of_part != of_part"),
+    (
+        "programs that do not share",
+        "rounds, rest = divmod(triton.cdiv(programs, processors), together)",
+        "rounds, rest = 0, 1",
+    ),
     ("float32 in TF32", 'a.dtype == torch.float32 and input_precision != "ieee"', "a.dtype == torch.float32"),
+    ("the engine for any TF32", "if has_engine and is_tf32 and M * N * K > MATMUL_TF32:", "if has_engine and is_tf32:"),
     ("AMD's copy engine", "gpu.major >= 9 and not torch.version.hip", "gpu.major >= 9"),
     (
         "parts from the beginning",
