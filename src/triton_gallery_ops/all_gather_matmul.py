@@ -66,15 +66,13 @@ def _all_gather_matmul_wait(flag_ptr, tries):
 
 
 @triton.jit
-def _all_gather_matmul_tile(
-    x_desc, weight_desc, shard, off_m, off_n, start, ACC, W_T
-):
-    """Return a tile of the product of a shard's rows, added to a number."""
+def _all_gather_matmul_tile(x_desc, weight_desc, shard, off_m, off_n, ACC, W_T):
+    """Return a tile of the product of a shard's rows."""
     K = x_desc.shape[2]
     BLOCK_M: tl.constexpr = x_desc.block_shape[1]
     BLOCK_K: tl.constexpr = x_desc.block_shape[2]
     BLOCK_N: tl.constexpr = weight_desc.block_shape[1 if W_T else 0]
-    acc = tl.full((BLOCK_M, BLOCK_N), start, dtype=ACC)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
     for k in range(0, K, BLOCK_K):
         # Past the shard's last row and past K the engine fills with zeros.
         x = x_desc.load([shard, off_m, k]).reshape(BLOCK_M, BLOCK_K)
@@ -114,13 +112,16 @@ def _all_gather_matmul_kernel(
         pid_m, pid_n = _persistent_matmul_place(tile % tiles, tiles_m, tiles_n)
         # Rows and columns fit int32, whatever their product is.
         off_m, off_n = pid_m * BLOCK_M, pid_n * BLOCK_N
-        start = 0.0
+        lost = 0.0
         if shard != rank:
             flag_ptr = flags_ptr + shard * chunks + off_m // chunk
-            start = _all_gather_matmul_wait(flag_ptr, tries)
+            lost = _all_gather_matmul_wait(flag_ptr, tries)
         acc = _all_gather_matmul_tile(
-            x_desc, weight_desc, shard, off_m, off_n, start, ACC, W_T
+            x_desc, weight_desc, shard, off_m, off_n, ACC, W_T
         )
+        # Not before: of an accumulator that begins at a number of run time,
+        # ptxas makes each instruction of the tensor cores wait for the last.
+        acc += lost
         # In halves, the store needs half as much shared memory.
         both = tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)).permute(0, 2, 1)
         left, right = tl.split(both)  # (BLOCK_M, BLOCK_N // 2)
@@ -157,7 +158,7 @@ def _all_gather_matmul_scatter_kernel(
         pid_m, pid_n = _persistent_matmul_place(tile % tiles, tiles_m, tiles_n)
         off_m, off_n = pid_m * BLOCK_M, pid_n * BLOCK_N
         acc = _all_gather_matmul_tile(
-            x_desc, weight_desc, shard, off_m, off_n, 0.0, ACC, W_T
+            x_desc, weight_desc, shard, off_m, off_n, ACC, W_T
         )
         address = tl.load(buffers_ptr + shard)
         out_ptr = tl.multiple_of(address.to(tl.pointer_type(x_desc.dtype)), 16)

@@ -86,7 +86,7 @@ CONTRACT = [GATHERED, replace(GATHERED, call="all_gather_matmul_scatter")]
 COPY = "buffers.mine[place].copy_(buffers.peers[peer][place])"
 FLAG = "flags[peer, i : i + 1].copy_(buffers.ones[peer])"
 BREAKS = [
-    ("a flag is not waited for", "start = _all_gather_matmul_wait(flag_ptr, tries)", "start = 0.0"),
+    ("a flag is not waited for", "lost = _all_gather_matmul_wait(flag_ptr, tries)", "lost = 0.0"),
     ("the first flag is for all chunks", "flags_ptr + shard * chunks + off_m // chunk", "flags_ptr + shard * chunks"),
     ("the flag comes before the chunk", f"{COPY}\n            {FLAG}", f"{FLAG}\n            {COPY}"),
     (
