@@ -191,8 +191,8 @@ def norm_kernel(
     y = y.to(x_ptr.dtype.element_ty).to(tl.float32)  # as if stored and loaded
     largest = tl.max(tl.abs(y), axis=0)
     scale = tl.maximum(largest / MAX, 2.0**-126)
-    values = y * (1 / scale)  # (BLOCK_N,)
-    values = values.to(values_ptr.dtype.element_ty)  # no clamp: rounds to MAX
+    values = y * (1 / scale)  # (BLOCK_N,); just above MAX at most
+    values = values.to(values_ptr.dtype.element_ty)  # which rounds that to MAX
     tl.store(values_ptr + row * N + offs, values, mask=mask)
     tl.store(scale_ptr + row, scale)
 

@@ -114,6 +114,20 @@ def error_of(x, largest, rounded, rows, columns):
     return (difference.norm() / blocks.norm()).item()
 
 
+def error_table(matrices, blocks):
+    """Return the errors of both formats in each size of block."""
+    formats = {
+        "float8": (448, lambda y: y.to(E4M3).double()),
+        "int8": (127, torch.round),
+    }
+    table = pd.DataFrame(index=[f"{m} x {n}" for m, n in blocks])
+    for kind, x in matrices.items():
+        for name, form in formats.items():
+            errors = [error_of(x, *form, *block) for block in blocks]
+            table[f"{name}, {kind}"] = errors
+    return table.rename_axis("block")
+
+
 def quantize_bytes(x, kernel):
     """Return values, scales and zero points of rows, for an exercise."""
     M, N = x.shape
@@ -317,26 +331,16 @@ if __name__ == "__main__":
 # numbers, much as weights are; and the same with *outliers*, one column in a
 # hundred 50 times larger, as in activations of language models. Each line of
 # the table has a smaller block: the rows x columns that share a scale. The
-# error is the root mean square of the differences over that of ``x``;
-# ``error_of`` is in the first fold.
-
-M, N = 256, 1024
-BLOCKS = [(M, N), (128, 128), (1, N), (1, 128), (1, 32)]
-FORMATS = {
-    "float8": (448, lambda y: y.to(E4M3).double()),
-    "int8": (127, torch.round),
-}
+# error is the root mean square of the differences over that of ``x``
+# (``error_of``, in the first fold).
 
 if __name__ == "__main__":
+    M, N = 256, 1024
+    blocks = [(M, N), (128, 128), (1, N), (1, 128), (1, 32)]
     gaussian = torch.randn(M, N, generator=generator, device=DEVICE).double()
     outliers = gaussian.clone()
     outliers[:, ::100] *= 50
-    table = pd.DataFrame(index=[f"{m} x {n}" for m, n in BLOCKS])
-    for kind, x in {"Gaussian": gaussian, "outliers": outliers}.items():
-        for name, form in FORMATS.items():
-            errors = [error_of(x, *form, *block) for block in BLOCKS]
-            table[f"{name}, {kind}"] = errors
-    table = table.rename_axis("block")
+    table = error_table({"Gaussian": gaussian, "outliers": outliers}, blocks)
     print(table.to_string(float_format="%.4f"))
 
 # %%
