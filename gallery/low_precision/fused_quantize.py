@@ -375,15 +375,17 @@ def add_norm_and_quantize(x, residual, weight, eps=EPS, dtype=E4M3):
 
 if __name__ == "__main__":
     x, residual, weight = randn(20, 1000), randn(20, 1000), randn(1000)
-    made = add_norm_and_quantize(x, residual, weight, dtype=torch.float32)
-    assert torch.equal(made[2], x + residual)
-    compare(*made[:2], norm_torch(made[2].double(), weight.double()))
+    *quantized, h = add_norm_and_quantize(
+        x, residual, weight, dtype=torch.float32
+    )
+    assert torch.equal(h, x + residual)
+    compare(*quantized, norm_torch(h.double(), weight.double()))
     # In bfloat16 1024 + 3.75 is 1024: h must be as without the residual
     residual = torch.zeros_like(signs)
     residual[:, ::10] = signs[:, ::10] * (3.75 / 1024)
-    made = add_norm_and_quantize(signs, residual, weights)
-    assert torch.equal(made[2], signs)
-    compare(*made[:2], exact_signs)
+    *quantized, h = add_norm_and_quantize(signs, residual, weights)
+    assert torch.equal(h, signs)
+    compare(*quantized, exact_signs)
 
 # %%
 # SwiGLU
@@ -438,8 +440,9 @@ if __name__ == "__main__":
     gate, up = randn(9, 900), randn(9, 900)  # seven groups and a short one
     exact = torch.nn.functional.silu(gate.double()) * up.double()
     compare_groups(*swiglu_and_quantize(gate, up, torch.float32), exact)
-    # To float8 without rounding: sigmoid(64) is 1, and 64 * 7 is 448
-    large, small = torch.full_like(gate, 64), up.clamp(-7, 7).to(E4M3).float()
+    # bfloat16 to float8 without rounding: sigmoid(64) is 1, and 64 * 7 is 448
+    large = torch.full_like(gate, 64).bfloat16()
+    small = up.clamp(-7, 7).to(E4M3).bfloat16()
     small[:, ::128] = 7
     compare_groups(*swiglu_and_quantize(large, small), 64 * small.double())
 
