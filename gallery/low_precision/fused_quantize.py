@@ -18,8 +18,8 @@
 # [[tool.triton-gallery.step_through]]
 # kernel = "norm_kernel"
 # caption = """
-# A row of x per program. MAX is 7 here, so the scale of row 0 is 14 / 7. Values
-# stay float32. A row has 6 elements and BLOCK_N is 8."""
+# A row of x per program. The root mean square of row 0 is 2, so r is 0.5, and
+# the largest y is 14. MAX is 7 here, so the scale is 2. Values stay float32."""
 # registers = ["r", "y", "largest", "scale", "values"]
 # call = "norm_and_quantize(x, weight, 0.0, torch.float32, 7.0)"
 # start = [0, 2]
@@ -71,20 +71,65 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
 from triton_gallery.bench import gpu_time, rate_table
 from triton_gallery.counting import Traffic
 
+generator = torch.Generator(device=DEVICE).manual_seed(0)
+randn = partial(torch.randn, generator=generator, device=DEVICE)
+
+
+def nearly_equal(name, values, expected):
+    """Check float8 values of bfloat16 rows against those of two kernels."""
+    # Kernels may add a row in different orders, so r may differ in its last
+    # bit. Then a y near the middle of two bfloat16 numbers may become either,
+    # and its float8 value the next one: an eighth away at most, or 2**-9 near 0
+    values, expected = values.float(), expected.float()
+    torch.testing.assert_close(values, expected, rtol=1 / 8, atol=2**-9)
+    share = (values != expected).float().mean()
+    print(f"{name}: {share:.1e} of the values differ from two ops'")
+
+
+def compare_groups(values, scales, exact, allowed=0.01):
+    """Compare groups of 128; zeros fill a short last group."""
+    fill = partial(torch.nn.functional.pad, pad=(0, -exact.shape[1] % 128))
+    values, exact = (fill(t.double()) for t in (values, exact))
+    shape = *scales.shape, 128
+    compare(values.view(shape), scales[..., None], exact.view(shape), allowed)
+
+
+def counted(*numbers):
+    """Print whether these are the bytes an element, in one kernel and two."""
+    gate, up = randn(2, 4, 256).bfloat16()
+    one = sum(t.nbytes for t in (gate, up, *swiglu_and_quantize(gate, up)))
+    two = one + 2 * gate.nbytes  # y is as large as the gate
+    right = [number * gate.numel() for number in numbers] == [one, two]
+    print("right" if right else "wrong" if any(numbers) else "not solved yet")
+    return right
+
+
+def solved(kernel):
+    """Print whether a kernel makes the values and scales of norm_kernel."""
+    if kernel is None:
+        print("not solved yet")
+        return False
+    x, weight = randn(20, 1000), randn(1000)
+    expected = norm_and_quantize(x, weight, dtype=torch.float32)
+    made = [torch.zeros_like(t) for t in expected]
+    kernel[(20,)](x, weight, *made, 1000, EPS, 448.0, 1024)
+    close = partial(torch.allclose, rtol=1e-4, atol=1e-4)
+    right = all(map(close, made, expected))
+    print("right" if right else "wrong")
+    return right
+
+
 # %%
 # In PyTorch
 # ----------
 #
-# The norm divides each row by its root mean square and multiplies by a weight.
-# *Quantize to FP8 and INT8* divides each row by a scale, which brings its
-# largest magnitude to 448, the largest ``float8_e4m3fn``. No scale is below
-# ``2.0**-126``, the smallest float32 with a full mantissa: with a scale of 0, a
-# row of zeros would become NaN.
+# The norm of a row is ``y = x / sqrt(mean(x**2) + EPS) * weight``. *Quantize to
+# FP8 and INT8* divides each row by a scale, which brings its largest magnitude
+# to 448, the largest ``float8_e4m3fn``. No scale is below ``2.0**-126``: with a
+# scale of 0, a row of zeros would become NaN.
 
 E4M3 = torch.float8_e4m3fn
 EPS = 1e-6
-generator = torch.Generator(device=DEVICE).manual_seed(0)
-randn = partial(torch.randn, generator=generator, device=DEVICE)
 
 
 def norm_torch(x, weight):
@@ -100,10 +145,9 @@ def in_torch(x, weight):
 
 
 # %%
-# The fewest bytes that must move, the *floor*, are ``x`` and the weight read
-# once, values and scales written once. One kernel moves just that. Of two
-# kernels, the first also writes the norm and the second reads it. ``Traffic``
-# counts what PyTorch's operators read and write; ``rms_norm`` is several.
+# The *floor* is ``x`` and the weight read once, values and scales written once.
+# One kernel moves just that. Of two kernels, the first also writes the norm and
+# the second reads it. ``Traffic`` counts what PyTorch reads and writes.
 
 if __name__ == "__main__":
     x, weight = randn(64, 4096).bfloat16(), randn(4096).bfloat16()
@@ -121,8 +165,9 @@ if __name__ == "__main__":
 # It begins as the kernel of an RMSNorm: ``r`` is one over the root mean square.
 # But it does not store ``y``. The row's largest magnitude gives the scale, and
 # the row, still in registers, is multiplied by the scale's inverse. Two kernels
-# would store ``y`` in the dtype of ``x``, so this one rounds it, as vLLM and
-# TensorRT-LLM do. Masked elements of 0 change neither the sum nor the maximum.
+# would store ``y`` in the dtype of ``x``. So this one rounds it, too, and gives
+# their values, as vLLM and TensorRT-LLM do. Masked elements of 0 change neither
+# the sum nor the maximum.
 
 
 @triton.jit
@@ -136,20 +181,18 @@ def norm_kernel(
     MAX: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    row = tl.program_id(axis=0).to(tl.int64)
+    row = tl.program_id(axis=0).to(tl.int64)  # row * N may pass 2**31
     offs = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
     mask = offs < N
     x = tl.load(x_ptr + row * N + offs, mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     r = tl.rsqrt(tl.sum(x * x, axis=0) / N + EPS)
     y = x * r * weight  # (BLOCK_N,)
-    # To the dtype that x_ptr points to, as if y were stored and loaded again
-    y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
+    y = y.to(x_ptr.dtype.element_ty).to(tl.float32)  # as if stored and loaded
     largest = tl.max(tl.abs(y), axis=0)
     scale = tl.maximum(largest / MAX, 2.0**-126)
-    values = y * (1 / scale)  # (BLOCK_N,)
-    # No clamp: a value just above MAX is rounded to MAX
-    values = values.to(values_ptr.dtype.element_ty)
+    values = y * (1 / scale)  # (BLOCK_N,); just above MAX at most
+    values = values.to(values_ptr.dtype.element_ty)  # which rounds that to MAX
     tl.store(values_ptr + row * N + offs, values, mask=mask)
     tl.store(scale_ptr + row, scale)
 
@@ -157,14 +200,14 @@ def norm_kernel(
 def norm_and_quantize(x, weight, eps=EPS, dtype=E4M3, MAX=448.0):
     """Return the norm of each row over its scale, and the scales."""
     M, N = x.shape
-    assert 0 < N <= 16384  # 16 warps: on AMD GPUs 1024 threads, the limit
+    assert 0 < N <= 16384  # 16 warps: on AMD GPUs 64 threads each, the limit
     assert weight.shape == (N,)
     assert dtype.is_floating_point  # an integer would have to be rounded first
     x, weight = x.contiguous(), weight.contiguous()
     values = torch.empty_like(x, dtype=dtype)
     scales = x.new_empty(M, 1, dtype=torch.float32)
     BLOCK_N = triton.next_power_of_2(N)
-    warps = max(1, BLOCK_N // 1024)
+    warps = max(1, BLOCK_N // 1024)  # 32 threads each, 32 elements a thread
     tensors = x, weight, values, scales
     norm_kernel[(M,)](*tensors, N, eps, MAX, BLOCK_N, num_warps=warps)
     return values, scales
@@ -174,9 +217,11 @@ def norm_and_quantize(x, weight, eps=EPS, dtype=E4M3, MAX=448.0):
 # Is it right?
 # ------------
 #
-# 0.01 of 448 leaves room for roundings to float32, not to 16 bits. The float8
-# check avoids rounding, which Triton's interpreter does wrongly: ``x * r`` is 1
-# or -1, and the weights are float8 numbers up to 448, so the scale is 1.
+# Values go up to 448. We allow an error of 0.01: enough for float32, too little
+# for 16 bits. Triton's interpreter rounds to float8 wrongly, so the check in
+# float8 needs no rounding: ``x * r`` is 1 or -1, the weights are float8
+# numbers, and the largest is 448, so the scale is 1. With weights a little
+# larger, this must be the same: ``y`` is rounded to bfloat16.
 
 
 def compare(values, scales, exact, allowed=0.01):
@@ -192,11 +237,14 @@ if __name__ == "__main__":
     x, weight = randn(1000, 20).T, randn(1000)  # x is not contiguous
     exact = norm_torch(x.double(), weight.double())
     compare(*norm_and_quantize(x, weight, dtype=torch.float32), exact)
-    x = 1024 * randn(20, 1000).sign().bfloat16()  # so large that EPS is nothing
-    x[3] = 0  # its values must be 0, not NaN
-    weight = (200 * randn(1000)).clamp(-448, 448).to(E4M3).bfloat16()
+    signs = 1024 * randn(20, 1000).sign().bfloat16()  # EPS is nothing to 1024
+    signs[3] = 0  # its values must be 0, not NaN
+    weights = (200 * randn(1000)).clamp(-448, 448).to(E4M3).bfloat16()
+    exact_signs = norm_torch(signs.double(), weights.double())
     for op in (in_torch, norm_and_quantize):
-        compare(*op(x, weight), norm_torch(x.double(), weight.double()))
+        compare(*op(signs, weights), exact_signs)
+    larger = weights.float() * (1 + 2**-10)
+    compare(*norm_and_quantize(signs, larger, dtype=torch.float32), exact_signs)
 
 # %%
 # How fast?
@@ -223,19 +271,13 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     for N in (1024, 4096, 16384):
         times = gpu_time(calls({"norm_kernel": norm_and_quantize}, N))
         rows[N] = {name: round(FLOOR / t[0]) for name, t in times.items()}
-    print("GB/s", pd.DataFrame(rows).T.to_string(), sep="\n")
+    table = pd.DataFrame(rows).T.rename_axis("N")
+    print("GB/s", table.to_string(), sep="\n")
 
 # %%
-# One more check: is ``y`` rounded to the dtype of ``x``? Then values in float32
-# times their scale are nearly bfloat16 numbers. So we add a little, drop the 16
-# bits that bfloat16 lacks, and expect the same number.
-
-if __name__ == "__main__":
-    x, ones = randn(20, 1000).bfloat16(), torch.ones_like(weight)
-    values, scales = norm_and_quantize(x, ones, dtype=torch.float32)
-    y = values * scales
-    near = (y + 2**-15 * y).view(torch.int32) & -65536  # drop 16 bits
-    torch.testing.assert_close(near.view(torch.float32), y, rtol=1e-5, atol=0)
+# At these powers of two, ``norm_kernel`` is slower the longer the row is. The
+# last chart has other lengths, too. The roof is measured like the others, so a
+# kernel may be a little above it.
 
 # %%
 # Groups of 128
@@ -246,7 +288,8 @@ if __name__ == "__main__":
 # block is one group. ``GROUP`` is a power of two, as ``BLOCK_N`` is. For a norm
 # with groups, keep ``norm_kernel`` down to the rounded ``y``, then call this
 # function with scales of shape (M, cdiv(N, GROUP)). With ``GROUP = BLOCK_N``
-# the row is one group, as in ``norm_kernel``.
+# the row is one group, as in ``norm_kernel``. Masked elements of ``y`` must be
+# 0: a LayerNorm, which subtracts the mean, has to set them to 0 again.
 
 
 @triton.jit
@@ -278,10 +321,10 @@ def store_groups(
 #
 # In a transformer a norm follows an addition: ``h = residual + x`` is
 # normalized for this layer, and is also the residual of the next addition. In
-# bfloat16, addition, norm and quantization as three kernels move 2 + 2 + 2, 2 +
-# 2 and 2 + 1 bytes an element; one kernel moves 2 + 2 + 2 + 1. It writes ``h``
-# for later layers, but does not read it again for the norm. Like ``y``, the sum
-# is rounded first.
+# bfloat16, three kernels move 13 bytes an element: the addition 2 + 2 + 2, the
+# norm 2 + 2, and quantization 2 + 1. One kernel moves 7, 2 + 2 + 2 + 1: it
+# writes ``h`` for later layers, but does not read it again for the norm. Like
+# ``y``, the sum is rounded first.
 
 
 @triton.jit
@@ -313,26 +356,36 @@ def residual_kernel(
     store_groups(y, values_row, scale_row, N, MAX, GROUP=BLOCK_N)
 
 
-def add_norm_and_quantize(x, residual, weight, dtype=E4M3):
+def add_norm_and_quantize(x, residual, weight, eps=EPS, dtype=E4M3):
     """Return values and scales of the norm of h = residual + x, and h."""
     M, N = x.shape
     assert 0 < N <= 16384
     assert residual.shape == x.shape
+    assert weight.shape == (N,)
+    assert dtype.is_floating_point
     x, residual = x.contiguous(), residual.contiguous()
     h, values = torch.empty_like(x), torch.empty_like(x, dtype=dtype)
     scales = x.new_empty(M, 1, dtype=torch.float32)
     BLOCK_N = triton.next_power_of_2(N)
     warps = max(1, BLOCK_N // 1024)
     tensors = x, residual, weight.contiguous(), h, values, scales
-    residual_kernel[(M,)](*tensors, N, EPS, 448.0, BLOCK_N, num_warps=warps)
+    residual_kernel[(M,)](*tensors, N, eps, 448.0, BLOCK_N, num_warps=warps)
     return values, scales, h
 
 
 if __name__ == "__main__":
     x, residual, weight = randn(20, 1000), randn(20, 1000), randn(1000)
-    *quantized, h = add_norm_and_quantize(x, residual, weight, torch.float32)
+    *quantized, h = add_norm_and_quantize(
+        x, residual, weight, dtype=torch.float32
+    )
     assert torch.equal(h, x + residual)
     compare(*quantized, norm_torch(h.double(), weight.double()))
+    # In bfloat16 1024 + 3.75 is 1024: h must be as without the residual
+    residual = torch.zeros_like(signs)
+    residual[:, ::10] = signs[:, ::10] * (3.75 / 1024)
+    *quantized, h = add_norm_and_quantize(signs, residual, weights)
+    assert torch.equal(h, signs)
+    compare(*quantized, exact_signs)
 
 # %%
 # SwiGLU
@@ -371,6 +424,8 @@ def swiglu_and_quantize(gate, up, dtype=E4M3, GROUP=128):
     M, N = gate.shape
     assert 0 < N <= 16384
     assert up.shape == gate.shape
+    assert dtype.is_floating_point
+    assert triton.next_power_of_2(GROUP) == GROUP <= 16384
     gate, up = gate.contiguous(), up.contiguous()
     values = torch.empty_like(gate, dtype=dtype)
     scales = gate.new_empty(M, triton.cdiv(N, GROUP), dtype=torch.float32)
@@ -382,10 +437,14 @@ def swiglu_and_quantize(gate, up, dtype=E4M3, GROUP=128):
 
 
 if __name__ == "__main__":
-    gate, up = randn(9, 896), randn(9, 896)  # seven groups of 128 in a row
+    gate, up = randn(9, 900), randn(9, 900)  # seven groups and a short one
     exact = torch.nn.functional.silu(gate.double()) * up.double()
-    values, scales = swiglu_and_quantize(gate, up, torch.float32)
-    compare(*(t.view(9, 7, -1) for t in (values, scales, exact)))
+    compare_groups(*swiglu_and_quantize(gate, up, torch.float32), exact)
+    # bfloat16 to float8 without rounding: sigmoid(64) is 1, and 64 * 7 is 448
+    large = torch.full_like(gate, 64).bfloat16()
+    small = up.clamp(-7, 7).to(E4M3).bfloat16()
+    small[:, ::128] = 7
+    compare_groups(*swiglu_and_quantize(large, small), 64 * small.double())
 
 # %%
 # The op
@@ -408,10 +467,10 @@ from triton_gallery_ops.quantize import quantize
 from triton_gallery_ops.rms_norm import rms_norm
 
 # %%
-# The ops round to the nearest float8, without a GPU, too. Near 448 these are 32
-# apart, so we allow half of that, and 0.01 as above.
+# The ops round to the nearest float8 in the interpreter, too. Near 448, float8
+# numbers are 32 apart, so we allow an error of 16, and 0.01 as above.
 
-ROW, GROUPS = (1, -1), (1, 128)  # what shares a scale
+ROW, GROUPS = (1, -1), (1, 128)  # rows x columns of a scale; -1 is all
 
 
 def two_ops(x, weight):
@@ -426,25 +485,9 @@ OURS = {
 }
 
 if __name__ == "__main__":
-    op = fused_quantize_swiglu(gate, up, GROUPS)
-    compare(*(t.view(9, 7, -1) for t in (*op, exact)), 16.01)
+    compare_groups(*fused_quantize_swiglu(gate, up, GROUPS), exact, 16.01)
     op = fused_quantize_rms_norm(x, weight, EPS, ROW)
     compare(*op, norm_torch(x.double(), weight.double()), 16.01)
-
-# %%
-# Two kernels may add a row in different orders, so ``r`` may differ in its last
-# bit. Then a ``y`` near the middle of two bfloat16 numbers may become either,
-# and its value the next float8 number: with 3 bits of mantissa that is at most
-# an eighth away, or ``2**-9`` near 0.
-
-if __name__ == "__main__" and DEVICE.type == "cuda":
-    x, weight = randn(300, 5000).bfloat16(), randn(5000).bfloat16()
-    expected = two_ops(x, weight)[0].float()
-    for name in ("Triton", "Triton, this page"):
-        values = OURS[name](x, weight)[0].float()
-        torch.testing.assert_close(values, expected, rtol=1 / 8, atol=2**-9)
-        share = (values != expected).float().mean()
-        print(f"{name}: {share:.1e} of the values differ")
 
 # %%
 # The result
@@ -453,8 +496,15 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # RMSNorm and a scale for each row, in bfloat16. In the chart, *Triton* is the
 # op, *Triton, this page* is ``norm_kernel``, and *Triton, two ops* are
 # ``rms_norm`` and ``quantize``, each in its own kernel. Where N is no power of
-# two, ``norm_kernel`` masks off a part of its block. In the lines below the
-# chart, a ratio above 1 means that the op is faster.
+# two, ``norm_kernel`` masks off a part of its block: its line dips at 2880,
+# 5120 and 12288. At the shortest and the longest rows it is faster than the op;
+# at 1024 ``torch.compile`` is, too. *PyTorch's best* is the faster of PyTorch
+# and ``torch.compile`` at each length. A call of the op takes more CPU time
+# than ``norm_kernel``'s and less than two ops: that counts for few rows, unless
+# a CUDA graph launches them.
+#
+# The last two lines compare values with those of two ops: none may be off by
+# more than one float8 (``nearly_equal``, in the first fold, says why).
 
 SIZES = [1024, 2048, 2880, 4096, 5120, 7168, 12288, 16384]
 
@@ -468,7 +518,12 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     others = {"two ops": wide["Triton, two ops"], "PyTorch's best": best}
     for name, other in (others | {"the roof": wide["Roof"]}).items():
         ratio = wide["Triton"] / other
-        print(f"the op: {ratio.min():.2f} to {ratio.max():.2f} of {name}")
+        low, high = ratio.min(), ratio.max()
+        print(f"the op: {low:.2f} to {high:.2f} times as fast as {name}")
+    x, weight = randn(300, 5000).bfloat16(), randn(5000).bfloat16()
+    expected, _ = two_ops(x, weight)
+    for name in ("Triton", "Triton, this page"):
+        nearly_equal(name, OURS[name](x, weight)[0], expected)
 
 # %%
 # Exercises
@@ -483,44 +538,17 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 
 in_one, in_two = 0, 0  # your numbers
 
-
-def counted(*numbers):
-    """Print whether these are the bytes an element, in one kernel and two."""
-    gate, up = randn(2, 4, 256).bfloat16()
-    one = sum(t.nbytes for t in (gate, up, *swiglu_and_quantize(gate, up)))
-    two = one + 2 * gate.nbytes  # y is as large as the gate
-    right = [number * gate.numel() for number in numbers] == [one, two]
-    print("right" if right else "wrong" if any(numbers) else "not solved yet")
-    return right
-
-
 if __name__ == "__main__":
     counted(in_one, in_two)
 
 # %%
 # **2.** In ``norm_kernel``, ``r`` needs the sum, ``y`` needs ``r``, and the
-# maximum needs ``y``: one reduction waits for the other. But all of the
-# row has one ``r``. Write a kernel with the arguments of ``norm_kernel`` whose
+# maximum needs ``y``: one reduction waits for the other. But the whole row has
+# the same ``r``. Write a kernel with the arguments of ``norm_kernel`` whose
 # maximum needs no ``r``. (All is float32 here. In 16 bits, ``y`` would be
 # rounded before its maximum.)
 
 one_wait_kernel = None  # your kernel
-
-
-def solved(kernel):
-    """Print whether a kernel makes the values and scales of norm_kernel."""
-    if kernel is None:
-        print("not solved yet")
-        return False
-    x, weight = randn(20, 1000), randn(1000)
-    expected = norm_and_quantize(x, weight, dtype=torch.float32)
-    made = [torch.zeros_like(t) for t in expected]
-    kernel[(20,)](x, weight, *made, 1000, EPS, 448.0, 1024)
-    close = partial(torch.allclose, rtol=1e-4, atol=1e-4)
-    right = all(map(close, made, expected))
-    print("right" if right else "wrong")
-    return right
-
 
 if __name__ == "__main__":
     solved(one_wait_kernel)
