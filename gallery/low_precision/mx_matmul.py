@@ -416,8 +416,7 @@ elif __name__ == "__main__":
     print("not checked: needs a GPU or Triton 3.8")
 
 # %%
-# ``scaled_kernel`` at the sizes of *How fast?*, on a GPU without the
-# instruction (an H100 or H200):
+# The sizes of *How fast?* again. An H100 or H200 lacks the instruction:
 
 OURS["scaled_kernel"] = partial(scaled_product, dtype=torch.bfloat16)
 
@@ -425,9 +424,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     show_rates(OURS, "cuBLAS, float8", "cuBLAS, bfloat16")
 
 # %%
-# There, ``tl.dot_scaled`` decodes to bfloat16, as *torch.compile* does. But
-# *torch.compile* decodes each matrix once. In ``scaled_kernel``, each program
-# decodes the tiles that it loads: all of ``w`` M / 128 times, ``x`` N / 128.
+# On such a GPU, ``tl.dot_scaled`` decodes to bfloat16, as *torch.compile* does.
+# But *torch.compile* decodes each matrix once. In ``scaled_kernel``, each
+# program decodes what it loads: all of ``w`` M / 128 times, ``x`` N / 128.
 
 # %%
 # Which instruction is it?
@@ -448,7 +447,7 @@ def instructions(target, signature):
 
 
 if __name__ == "__main__":
-    show_instructions()  # calls instructions for three GPUs
+    show_instructions()  # from the fold: calls it for three GPUs
 
 # %%
 # The matrix instruction is ``wgmma`` on the H100, ``tcgen05.mma`` on the B200
@@ -480,10 +479,8 @@ if __name__ == "__main__":
 # have it, call ``mx_matmul(x, weight, None, scale_weight)``.
 #
 # Where the GPU has the instruction, more than 64 rows go to ``tl.dot_scaled``.
-# Otherwise the op decodes tiles itself, smaller ones for few rows: it shifts a
-# number's bits into a wider float, and multiplies by a power of two that
-# corrects the exponent (exercise 2). It then scales the tiles, rounds them to
-# 16 bits and calls ``tl.dot``.
+# Otherwise the op decodes tiles itself (exercise 2), smaller ones for few rows,
+# scales them, rounds them to 16 bits and calls ``tl.dot``.
 
 from triton_gallery_ops.mx_matmul import mx_matmul
 
