@@ -311,8 +311,8 @@ if __name__ == "__main__":
 # it is the divided column that rounds to zero. With one scale and the largest
 # factor, hardly anything is left: a result of zeros has an error of 1. Block
 # scales lose at most one group of 128 in each row of ``x``, 3 % of K, and one
-# column of ``w``. As the error is a ratio of norms, 3 % of the terms are up to
-# :math:`\sqrt{0.03} = 0.17` of it.
+# column of ``w``. As the error is a ratio of norms, losing 3 % of the terms
+# makes it about :math:`\sqrt{0.03} = 0.17` at most.
 
 # %%
 # What does the copy engine bring?

@@ -417,7 +417,7 @@ if __name__ == "__main__":
 # Each stores its part of the sum, and PyTorch adds the parts in a fixed order:
 # the result is deterministic. Down a column of the table (measured again),
 # first the order of the codes changes, then ``splits``. Without splits, the
-# columns have 64, 128 and 224 programs; the last one gains least by them.
+# columns have 64, 128 and 224 programs; splits help the last one least.
 
 OURS["in pairs"] = in_pairs
 for splits in (2, 4, 8):
