@@ -16,10 +16,10 @@
 # caption = """
 # Two programs compute a tile of the result each. Here a block is four numbers
 # wide, so K has two blocks: each product of two blocks is scaled, then added.
-# The tile of w is transposed. The fourth row is past the end of x, and the
-# second tile's last two columns are past the end of w: they are masked."""
+# The tile of w is transposed. The tile's fourth row is past the end of x, and
+# the second tile's last two columns are past the end of w: they are masked."""
 # registers = ["x", "w", "part", "scale", "acc"]
-# call = "product(x, w, scale_x, scale_w, GROUP=4)"
+# call = "product(x, w, scale_x, scale_w, BLOCK_M=4, BLOCK_N=4, GROUP=4)"
 # expected = { y = "exact(x, w, scale_x, scale_w, GROUP=4)" }
 # start = [0, 7]
 #
@@ -83,14 +83,14 @@ from triton_gallery.bench import gpu_time, rate_table
 # ``x`` is (M, K) and has a scale for each *group* of 128 in a row. The weight
 # ``w`` is (N, K) and has a scale for each *square* of 128 x 128. Both are
 # *blocks*: a float8 number stands for itself times the scale of its block.
-# PyTorch has the product as ``torch.nn.functional.scaled_mm``. ``exact`` is it
-# in float64:
+# PyTorch has the product as ``torch.nn.functional.scaled_mm``. Our reference,
+# ``exact``, computes it in float64:
 
-E4M3 = torch.float8_e4m3fn
+E4M3, GROUP = torch.float8_e4m3fn, 128
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 
 
-def exact(x, w, scale_x, scale_w, GROUP=128):
+def exact(x, w, scale_x, scale_w, GROUP=GROUP):
     """Return the product in float64."""
     x = x.double() * scale_x.repeat_interleave(GROUP, 1)
     scale_w = scale_w.repeat_interleave(GROUP, 0)[: len(w)]
@@ -103,8 +103,8 @@ def make_inputs(M, N, K):
     kind = {"generator": generator, "device": DEVICE}
     x = torch.randn(M, K, **kind).to(E4M3)
     w = torch.randn(N, K, **kind).to(E4M3)
-    scale_x = torch.rand(M, K // 128, **kind) + 0.5
-    scale_w = torch.rand(triton.cdiv(N, 128), K // 128, **kind) + 0.5
+    scale_x = torch.rand(M, K // GROUP, **kind) + 0.5
+    scale_w = torch.rand(triton.cdiv(N, GROUP), K // GROUP, **kind) + 0.5
     return x, w, scale_x, scale_w
 
 
@@ -173,17 +173,21 @@ def block_kernel(
     tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def product(x, w, *scales, dtype=torch.float32, kernel=block_kernel, GROUP=128):
+def product(
+    x, w, scale_x, scale_w, dtype=torch.float32, kernel=block_kernel, **sizes
+):
     """Return the product of contiguous matrices with their scales."""
-    (M, K), N = x.shape, w.shape[0]
-    assert w.shape[1] == K
-    assert K % GROUP == 0
-    assert scales[0].numel() == M * (K // GROUP)
-    assert all(t.is_contiguous() for t in (x, w, *scales))
+    sizes = {"BLOCK_M": 128, "BLOCK_N": 128, "GROUP": GROUP} | sizes
+    (M, K), N, groups = x.shape, len(w), x.shape[1] // sizes["GROUP"]
+    squares = triton.cdiv(N, sizes["GROUP"])
+    assert w.shape[1] == K == groups * sizes["GROUP"]
+    assert scale_x.numel() == M * groups  # by columns in exercise 1
+    assert scale_w.shape in ((squares, groups), (N, groups))  # exercise 2
+    assert all(t.is_contiguous() for t in (x, w, scale_x, scale_w))
     y = torch.empty(M, N, device=x.device, dtype=dtype)
-    blocks = {"BLOCK_M": GROUP, "BLOCK_N": GROUP, "GROUP": GROUP}
-    grid = (triton.cdiv(M, GROUP), triton.cdiv(N, GROUP))
-    kernel[grid](x, w, *scales, y, M, N, K, **blocks, num_warps=8)
+    grid = triton.cdiv(M, sizes["BLOCK_M"]), triton.cdiv(N, sizes["BLOCK_N"])
+    # 8 warps: a thread holds 64 of a tile's 128 x 128 sums.
+    kernel[grid](x, w, scale_x, scale_w, y, M, N, K, **sizes, num_warps=8)
     return y
 
 
@@ -192,9 +196,9 @@ def product(x, w, *scales, dtype=torch.float32, kernel=block_kernel, GROUP=128):
 # ------------
 #
 # The tensor cores of Hopper (H100, H200) keep fewer bits of a sum of float8
-# products than float32 has. Terms can cancel, so we divide the error by the sum
-# of their magnitudes rather than by the result, and allow :math:`2^{-12}`. The
-# tensor cores add only 128 terms at a time, however large K is.
+# products than float32 does. We allow an error of :math:`2^{-12}` of the sum of
+# the terms' magnitudes, as terms can cancel. The tensor cores add the 128 terms
+# of one block, and float32 adds the blocks, so K does not change the tolerance.
 
 
 def show_error(product):
@@ -214,8 +218,8 @@ if __name__ == "__main__":
 # ---------
 #
 # Rates count :math:`2MNK` operations. *cuBLAS* takes the same scales, stored by
-# columns; the transposition is not timed. *cuBLAS, per row* takes one scale for
-# each row: compare the two for the price of block scales.
+# columns; the transposition is not timed. *cuBLAS, per row* is a product of
+# float8 with one scale for each row, and *cuBLAS, bfloat16* has no scales.
 
 
 def show_rates(ours):
@@ -256,6 +260,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     show_rates(OURS)
 
 # %%
+# cuBLAS shows the price of block scales: at the larger sizes, it is slower with
+# them than with a scale for each row.
+
+# %%
 # What does an outlier cost?
 # --------------------------
 #
@@ -286,23 +294,25 @@ def error(factor, of_x, of_w):
 
 
 if __name__ == "__main__":
-    table = pd.DataFrame(index=[4**n for n in (0, 6, 7, 8, 10)])
+    factors = pd.Index([4**n for n in (0, 6, 7, 8, 10)], name="factor")
+    table = pd.DataFrame(index=factors)
     for name, of_x, of_w in (
         ("one scale", (256, 4096), (256, 4096)),
         ("a scale for each row", (1, 4096), (1, 4096)),
         ("1 x 128 and 128 x 128", (1, 128), (128, 128)),
     ):
-        table[name] = [error(factor, of_x, of_w) for factor in table.index]
-    print("relative error by factor")
-    print(table.to_string(float_format="%.3f"))
+        table[name] = [error(factor, of_x, of_w) for factor in factors]
+    print("relative error", table.to_string(float_format="%.3f"), sep="\n")
 
 # %%
-# Each row is a factor; with 1 there is no outlier. As float8 has an exponent,
-# an outlier of 4096 times the rest costs hardly anything. With a larger one,
-# the scale that keeps it from overflow rounds the rest of its block to zero. In
-# ``w``, the divided column itself rounds to zero beside its neighbours. So in
-# the last row, one scale leaves hardly anything. Block scales lose one group of
-# 128 in each row of ``x``, 3 % of K, and one column of ``w``.
+# With a factor of 1 there is no outlier. As float8 has an exponent, a factor of
+# 4096 costs hardly anything. With a larger one, the scale that keeps the
+# outlier from overflow rounds the rest of its block of ``x`` to zero. In ``w``,
+# it is the divided column that rounds to zero. With one scale and the largest
+# factor, hardly anything is left: a result of zeros has an error of 1. Block
+# scales lose at most one group of 128 in each row of ``x``, 3 % of K, and one
+# column of ``w``. As the error is a ratio of norms, losing 3 % of the terms
+# makes it about :math:`\sqrt{0.03} = 0.17` at most.
 
 # %%
 # What does the copy engine bring?
@@ -311,25 +321,26 @@ if __name__ == "__main__":
 # In ``block_kernel``, threads compute addresses and masks besides the scaling.
 # The GPU's *copy engine* can do this for them: it moves whole tiles between
 # memory and a multiprocessor. A *tensor descriptor* tells it the address of a
-# matrix, its shape and the shape of a tile (``tensor_descriptors.py``;
-# ``TensorDescriptor`` is imported from ``triton.tools.tensor_descriptor``).
-# Past the end of a matrix it loads zeros and stores nothing, so only the scales
-# need a mask. Each row must begin at a multiple of 16 bytes: for ``y`` in
-# bfloat16, N is a multiple of 8.
+# matrix, its shape and the shape of a tile (``tensor_descriptors.py``). Past
+# the end of a matrix it loads zeros and stores nothing, so only the scales need
+# a mask. Each row must begin at a multiple of 16 bytes: for ``y`` in bfloat16,
+# N is a multiple of 8.
 
 
 @triton.jit
 def descriptor_kernel(
     x_desc, w_desc, y_desc, scale_x_ptr, scale_w_ptr, GROUP: tl.constexpr
 ):
+    # A descriptor's block_shape is a constant of compilation, its shape is not.
     BLOCK_M: tl.constexpr = y_desc.block_shape[0]
     BLOCK_N: tl.constexpr = y_desc.block_shape[1]
+    tl.static_assert(x_desc.block_shape[1] == GROUP)
+    tl.static_assert(GROUP % BLOCK_N == 0)  # one scale of w for a tile
     # Descriptors take indices in int32: the copy engine computes the offsets.
     off_m = tl.program_id(axis=0) * BLOCK_M
     off_n = tl.program_id(axis=1) * BLOCK_N
     offs_m = off_m + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
     mask = offs_m < y_desc.shape[0]
-    tl.static_assert(x_desc.block_shape[1] == GROUP)
     groups = x_desc.shape[1] // GROUP
     scale_x_ptrs = scale_x_ptr + offs_m.to(tl.int64) * groups
     scale_w_ptr += (off_n // GROUP).to(tl.int64) * groups
@@ -345,15 +356,17 @@ def descriptor_kernel(
 
 def descriptor_product(x, w, scale_x, scale_w, dtype=torch.float32):
     """Return the product, as product does."""
-    M, N = len(x), len(w)
+    (M, K), N = x.shape, len(w)
     y = torch.empty(M, N, device=x.device, dtype=dtype)
-    assert x.shape[1] % 128 == 0
+    assert w.shape[1] == K
+    assert K % GROUP == 0
     assert N * y.element_size() % 16 == 0  # where the rows of y begin
-    assert scale_x.is_contiguous()
-    assert scale_w.is_contiguous()
-    tiles = [TensorDescriptor.from_tensor(t, [128, 128]) for t in (x, w, y)]
-    grid = (triton.cdiv(M, 128), triton.cdiv(N, 128))
-    descriptor_kernel[grid](*tiles, scale_x, scale_w, GROUP=128, num_warps=8)
+    grid = triton.cdiv(M, GROUP), triton.cdiv(N, GROUP)
+    assert scale_x.shape == (M, K // GROUP)
+    assert scale_w.shape == (grid[1], K // GROUP)
+    assert all(t.is_contiguous() for t in (scale_x, scale_w))
+    tiles = [TensorDescriptor.from_tensor(t, [GROUP, GROUP]) for t in (x, w, y)]
+    descriptor_kernel[grid](*tiles, scale_x, scale_w, GROUP, num_warps=8)
     return y
 
 
@@ -361,8 +374,7 @@ if __name__ == "__main__":
     show_error(descriptor_product)
 
 # %%
-# The same sizes again. Compare the first two rows, then the second with
-# *cuBLAS*:
+# The same sizes, measured again. Compare the second row with the others:
 
 OURS["descriptor_kernel"] = partial(descriptor_product, dtype=torch.bfloat16)
 
@@ -370,9 +382,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     show_rates(OURS)
 
 # %%
-# The copy engine helps at the larger sizes, and cuBLAS shows that more is
-# possible with the same scales. In our kernels, each step waits for its product
-# and only then scales and adds it. On Hopper, the op does both at once.
+# The copy engine helps at the larger sizes. Still, ``descriptor_kernel`` is at
+# best about as fast as bfloat16, so float8 saves memory, not time. *cuBLAS*
+# shows that more is possible with the same scales. In our kernels, each step
+# waits for its product and only then scales and adds it. On Hopper, the op
+# multiplies and scales at once.
 
 # %%
 # The op
@@ -381,11 +395,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ``block_scaled_matmul(x, weight, scale_x, scale_weight)`` is this gallery's
 # op. It is ``descriptor_kernel`` with one program for each multiprocessor,
 # which computes several tiles (``persistent_matmul.py``), with smaller tiles
-# for few rows, and strided scales.
+# for few rows. It takes scales that are not contiguous.
 #
 # On Hopper, it is a kernel in Gluon, a lower level of Triton
-# (``gluon_matmul.py``): up to three teams of four warps multiply 64 rows each
-# and do not wait for each other. So one team can scale while the tensor cores
+# (``gluon_matmul.py``): each of up to three teams of four warps multiplies 64
+# rows, and none waits for another. So one team can scale while the tensor cores
 # multiply for another.
 
 from triton_gallery_ops.block_scaled_matmul import block_scaled_matmul
@@ -395,9 +409,8 @@ from triton_gallery_ops.block_scaled_matmul import block_scaled_matmul
 # ----------
 #
 # The sizes (M, N, K) are of layers of models. *Triton* is the op, and *Triton,
-# this page* is ``descriptor_kernel``. Farther right is faster. The lines below
-# the chart give the op's lowest and highest ratio to each of cuBLAS's, and what
-# is fastest where.
+# this page* is ``descriptor_kernel``. Farther right is faster. The table below
+# the chart divides the op's rate by each of cuBLAS's, and says what is fastest.
 
 LAYERS = [
     (64, 7168, 2048),
@@ -427,17 +440,19 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     wide = wide.loc[list(times)]
     wide.plot.bar(rot=20, ylabel="TFLOP/s")
     plt.tight_layout()
+    verdict = pd.DataFrame(index=wide.index)
     for other in wide.columns.drop(list(ours)):
-        ratio = wide["Triton"] / wide[other]
-        print(f"op / {other}: {ratio.min():.2f} to {ratio.max():.2f}")
+        verdict[f"op / {other}"] = (wide["Triton"] / wide[other]).round(2)
     best = wide.drop(columns="Triton, this page").idxmax(axis=1)
-    for who, sizes in best.groupby(best).groups.items():
-        print(f"fastest at {'; '.join(sizes)}: {who}")
+    verdict["fastest"] = best.replace("Triton", "op")
+    print(verdict.to_string())
 
 # %%
-# On Hopper, take what the last lines name for sizes like yours. On other GPUs,
-# PyTorch has no product with these scales and raises an error. The op also runs
-# on NVIDIA's later GPUs.
+# On Hopper, take what the last column names for sizes like yours. At the first
+# size, each call takes longer on the CPU (the line below the chart) than on the
+# GPU, and the op's takes longest: there it pays only in a CUDA graph
+# (``cuda_graphs.py``). On other GPUs, PyTorch has no product with these scales
+# and raises an error. The op runs on Hopper and on NVIDIA's later GPUs alone.
 
 # %%
 # Exercises
@@ -468,9 +483,9 @@ if __name__ == "__main__":
     print(check(column_kernel, expected, *by_columns))
 
 # %%
-# **2.** The gradient of a weight sums over tokens. There, both matrices have a
-# scale for each group of 128 along the sum. Let ``scale_w`` be (N, K / 128).
-# What changes in the loop?
+# **2.** In the backward pass, the gradient of a weight is a sum over tokens.
+# Both matrices then have a scale for each group of 128 along the sum:
+# ``scale_w`` is (N, K / 128). What changes in the loop?
 
 groups_kernel = None  # your kernel
 
@@ -485,6 +500,8 @@ if __name__ == "__main__":
 # %%
 # Answers
 # -------
+#
+# Both keep offsets in int32, which is enough for the check.
 #
 # **1.** One address changes: a group is a row of the scales now.
 

@@ -16,7 +16,8 @@
 # caption = """
 # Two rows of x times a 2 x 16 weight, in groups of 8. A word holds the eight
 # codes of a row and a group as hexadecimal digits, the first one lowest: 82451
-# is 0x14213. The last three are 0 here. w[0] has group 0, and w[1] group 1."""
+# is 0x14213. Codes past the last digit, three here, are 0. words[0] has group
+# 0, and words[1] group 1."""
 # registers = ["words", "codes", "w", "acc"]
 # call = """int4_kernel[1, 1, 1](x, pack_in_order(codes, 8), scale, zero, y,
 #     2, 2, 16, 2, 2, 8, unpack_in_order)"""
@@ -37,8 +38,8 @@ r"""
 To write one token, a language model reads all of its weights. With weights of 4
 bits instead of 16, it could write up to four times as fast, if unpacking cost
 no time. This page unpacks weights in registers, on their way to the tensor
-cores. For many rows at a time, as in training, arithmetic takes the time, and
-4-bit weights save memory alone.
+cores. With many rows at a time, as when a model reads a prompt, arithmetic
+takes the time, and 4-bit weights save only memory.
 
 After this page you can
 
@@ -86,7 +87,7 @@ INSTRUCTIONS = {
 def count_instructions(order):
     """Compile the kernel for an H100, and count in its PTX."""
     half, sizes = [torch.float16], [1, 8192, 8192]
-    arguments = half + [torch.int32] + 3 * half + sizes
+    arguments = half + [torch.int32] + 3 * half + sizes  # types and numbers
     unpack = {"in order": unpack_in_order, "in pairs": unpack_pairs}[order]
     options = {"num_stages": 4, "grid": (1,)}
     compiled = int4_kernel.warmup(*arguments, 16, 64, 128, unpack, **options)
@@ -123,13 +124,13 @@ def draw_words(pack):
 # .. math:: w = (\mathrm{code} - \mathrm{zero}) \cdot \mathrm{scale}.
 #
 # The scale is the distance between neighbouring weights, the zero point is the
-# code of the weight 0. We draw codes, scales and zero points at random.
+# code of the weight 0. With such weights ``W`` (N, K), we compute ``x @ W.T``.
 
 GROUP = 128
 
 
 def make_weights(N, K):
-    """Return codes (N, K), and scales and zero points (K / GROUP, N)."""
+    """Return random codes (N, K), scales and zero points (K / GROUP, N)."""
     codes = torch.randint(16, (N, K), **kind)  # kind: generator, device
     scale = (torch.rand(K // GROUP, N, **kind) + 0.5).half()
     zero = torch.randint(16, (K // GROUP, N), **kind).half()
@@ -169,14 +170,13 @@ def unpack_in_order(words, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
 # %%
 # A program multiplies 64 rows of ``W`` by 16 of ``x``. A step is one group, in
 # which a row of ``W`` has one scale: so we scale the product, not each weight.
-# The grid's axes are rows of ``W``, parts of ``K`` (one, until *Few programs*)
-# and rows of ``x``. ``UNPACK`` is a function; a later one unpacks faster.
+# The grid is over ``W``, parts of ``K`` (one, until *Few programs*) and ``x``.
 
 
 @triton.jit
 def int4_kernel(
     x_ptr,
-    w_ptr,
+    words_ptr,
     scale_ptr,
     zero_ptr,
     y_ptr,
@@ -186,7 +186,7 @@ def int4_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
-    UNPACK: tl.constexpr,
+    UNPACK: tl.constexpr,  # a function, as unpack_in_order
 ):
     # In int32 the offset of a row would overflow past element 2**31.
     pid_n = tl.program_id(axis=0).to(tl.int64)
@@ -201,7 +201,7 @@ def int4_kernel(
     steps = K // GROUP // tl.num_programs(axis=1)  # groups of a program
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for group in range(pid_k * steps, (pid_k + 1) * steps):
-        words = tl.load(w_ptr + (group * N + rows) * (GROUP // 8) + offs_w)
+        words = tl.load(words_ptr + (group * N + rows) * (GROUP // 8) + offs_w)
         scale = tl.load(scale_ptr + group * N + rows)  # (BLOCK_N, 1)
         zero = tl.load(zero_ptr + group * N + rows)  # (BLOCK_N, 1)
         codes = UNPACK(words, BLOCK_N, GROUP)  # (BLOCK_N, GROUP)
@@ -223,9 +223,10 @@ def multiply(x, words, scale, zero, UNPACK=unpack_in_order, splits=1):
     assert groups % splits == 0
     dtype = x.dtype if splits == 1 else torch.float32
     y = x.new_empty(splits, M, N, dtype=dtype)
-    arguments = x, words, scale, zero, y, M, N, K
-    grid = triton.cdiv(N, 64), splits, triton.cdiv(M, 16)  # 16: tl.dot's least
-    int4_kernel[grid](*arguments, 16, 64, GROUP, UNPACK, num_stages=4)
+    BLOCK_M, BLOCK_N = 16, 64  # 16: tl.dot's least
+    grid = triton.cdiv(N, BLOCK_N), splits, triton.cdiv(M, BLOCK_M)
+    given = x, words, scale, zero, y, M, N, K, BLOCK_M, BLOCK_N, GROUP, UNPACK
+    int4_kernel[grid](*given, num_stages=4)  # loads run 3 steps ahead
     return y[0] if splits == 1 else y.sum(0).to(x.dtype)
 
 
@@ -234,7 +235,7 @@ def multiply(x, words, scale, zero, UNPACK=unpack_in_order, splits=1):
 # ------------
 #
 # Each of the ``K`` additions may be off by float32's ``eps``, :math:`2^{-23}`,
-# of the sum of the terms' magnitudes; the store, by half of float16's ``eps``.
+# of the sum of the terms' magnitudes; the store in float16, by :math:`2^{-11}`.
 
 
 def check(function, pack):
@@ -255,9 +256,9 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# We multiply one row by weights of three sizes, N x K. Beside our kernel are
-# cuBLAS with float16 weights, and the *roof*: a sum in PyTorch over the bytes
-# of codes, scales and zero points, which any kernel must read.
+# One row times weights of three sizes, N x K. *Roof* is PyTorch's sum of codes,
+# scales and zero points: 4 + 2 * 16 / 128 = 4.25 bits a weight. Rates count
+# these even for cuBLAS, which reads 16: twice the rate is half the time.
 
 
 def show_rates(ours):
@@ -276,7 +277,7 @@ def floor_bytes(N, K):
 
 def weights(N, K):
     """Return random words, scales and zero points, in any order of codes."""
-    shape = K // 128, N, 16
+    shape = K // GROUP, N, GROUP // 8
     words = torch.randint(-(2**31), 2**31, shape, device=DEVICE)
     pairs = torch.ones(2, K // GROUP, N, device=DEVICE, dtype=torch.float16)
     return words.to(torch.int32), pairs[0] / 64, 8 * pairs[1]
@@ -302,12 +303,14 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Floats without a conversion
 # ---------------------------
 #
-# Rates count the roof's bytes, even for cuBLAS: in a column, twice the rate is
-# half the time. What does our kernel do besides reading? A program's 128
-# threads share a tile of 64 x 128 codes, so in each group a thread converts 64
-# codes from integers to floats. And ``reshape`` leaves codes in threads that do
-# not multiply them, so they move through *shared memory*, which all threads of
-# a program reach. Another order of the codes avoids both.
+# Our kernel reads fewer bits than cuBLAS, and is slower. (The roof is no limit:
+# reading 16 bits, cuBLAS reads more bytes a second.) What does our kernel do
+# besides reading? A program's 128 threads (4 warps of 32, Triton's default)
+# share a tile of 64 x 128 codes, so in each group a thread converts 64 codes
+# from integers to floats. And ``reshape`` leaves codes in threads that do not
+# multiply them, so they move through *shared memory*, which all threads of a
+# program reach. A trick with bits avoids the conversion, and another order of
+# the codes avoids the moves.
 #
 # A float16 number has a sign, five bits of exponent and ten of *mantissa* (its
 # digits after the first). From 1024 to 2047, neighbouring numbers are 1 apart:
@@ -327,16 +330,16 @@ if __name__ == "__main__":
 # Which codes should share a word? The matrix instruction fixes which thread
 # holds which element of its first operand. Four threads, ``t`` from 0 to 3,
 # share a row: of every eight columns, thread ``t`` holds ``2 t`` and
-# ``2 t + 1``. So a word gets columns of one thread alone, with neighbours 16
-# bits apart. One load reads the four words of thread ``t``, ``4 t`` to
-# ``4 t + 3``.
+# ``2 t + 1``. So a word holds codes of one thread alone: two from each of four
+# blocks of eight columns, 16 bits apart. A group of 128 is four such words for
+# a thread, ``4 t`` to ``4 t + 3``: side by side, they are one load of 16 bytes.
 
 
-def pack_in_pairs(codes):
-    """Return words (K / 128, N, 16), in the order of the tensor cores."""
-    N = codes.shape[0]
-    # Column 32 i + 8 c + 2 t + h is half h of code c in word 4 t + i.
-    codes = codes.long().view(N, -1, 4, 4, 4, 2)  # N, group, i, c, t, h
+def pack_in_pairs(codes, GROUP=GROUP):
+    """Return words as pack_in_order, in the order of the tensor cores."""
+    # Column 32 i + 8 c + 2 t + h is half h of code c in word i of thread t.
+    shape = len(codes), -1, GROUP // 32, 4, 4, 2  # N, group, i, c, t, h
+    codes = codes.long().view(shape)
     codes = codes.permute(1, 0, 4, 2, 3, 5)  # group, N, t, i, c, h
     shifts = 4 * torch.arange(4, device=codes.device)[:, None]
     shifts = shifts + 16 * torch.arange(2, device=codes.device)  # (c, h)
@@ -357,27 +360,26 @@ if __name__ == "__main__":
 # elements of two tensors, along a new last dimension. Joining ``c0`` with
 # ``c2``, ``c1`` with ``c3``, and then both results gives the order ``c0``,
 # ``c1``, ``c2``, ``c3``. ``permute`` then puts the columns in order. The
-# compiler chooses which thread unpacks which word; with this order of the
-# codes, none has to change its thread. The comments follow word 0 of a row:
+# comments follow word 0 of a row:
 
 
 @triton.jit
 def unpack_pairs(words, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
-    """Return codes (BLOCK_N, GROUP), as floats, of words (BLOCK_N, 16)."""
-    tl.static_assert(GROUP == 128)  # 4 threads x 4 words x 8 codes
+    """Return codes (BLOCK_N, GROUP), as floats, of BLOCK_N rows of words."""
+    tl.static_assert(GROUP % 32 == 0)  # whole words of four threads
     c0 = (words & 0x000F000F) | 0x64006400  # word 0: columns 0 and 1
     c1 = ((words >> 4) & 0x000F000F) | 0x64006400  # columns 8 and 9
     c2 = ((words >> 8) & 0x000F000F) | 0x64006400  # columns 16 and 17
     c3 = ((words >> 12) & 0x000F000F) | 0x64006400  # columns 24 and 25
-    even = tl.join(c0, c2)  # (BLOCK_N, 16, 2)
-    odd = tl.join(c1, c3)  # (BLOCK_N, 16, 2)
-    pairs = tl.join(even, odd)  # (BLOCK_N, 16, 2, 2): c0, c1, c2, c3
+    even = tl.join(c0, c2)  # (BLOCK_N, GROUP // 8, 2)
+    odd = tl.join(c1, c3)  # (BLOCK_N, GROUP // 8, 2)
+    pairs = tl.join(even, odd)  # (..., 2, 2): c0, c1, c2, c3
     # The lower half of each: columns 0, 8, 16 and 24; then the upper one
     low = pairs.to(tl.int16).to(tl.float16, bitcast=True)
     high = (pairs >> 16).to(tl.int16).to(tl.float16, bitcast=True)
-    codes = tl.join(low, high)  # (BLOCK_N, 16, 2, 2, 2): 0, 1, 8, 9, 16, ...
-    # Word 4 t + i: its number becomes two dimensions, t and i.
-    codes = codes.reshape(BLOCK_N, 4, 4, 4, 2)  # row, t, i, c, h
+    codes = tl.join(low, high)  # (..., 2, 2, 2): columns 0, 1, 8, 9, 16, ...
+    # The axis of words becomes two: thread t and its word i.
+    codes = codes.reshape(BLOCK_N, 4, GROUP // 32, 4, 2)  # row, t, i, c, h
     codes = codes.permute(0, 2, 3, 1, 4)  # row, i, c, t, h: columns in order
     return codes.reshape(BLOCK_N, GROUP) - 1024.0
 
@@ -402,20 +404,20 @@ if __name__ == "__main__":
 # %%
 # *In pairs* converts no code, and stores none to shared memory. It subtracts
 # 1024 and then the zero point from each of the thread's 32 pairs. The loads
-# that are left are of words, four at a time, which the compiler copies to
-# shared memory before they are used, and of the results after the loop.
+# that are left read words, four at a time, and the results after the loop. Both
+# get to shared memory by other instructions, which the table does not count.
 
 # %%
 # Few programs: split the sum
 # ---------------------------
 #
-# A weight of 8192 rows makes only 128 programs. An H100 has 132
+# A weight of 8192 rows makes only 128 programs. An H100 or H200 has 132
 # multiprocessors, and each has room for several programs, of which some work
 # while others wait. So we divide ``K`` among ``splits`` programs (*split-K*).
 # Each stores its part of the sum, and PyTorch adds the parts in a fixed order:
-# the result is deterministic. Down a column of the table, first the order of
-# the codes changes, then ``splits``. Without splits, the three columns have 64,
-# 128 and 224 programs.
+# the result is deterministic. Down a column of the table (measured again),
+# first the order of the codes changes, then ``splits``. Without splits, the
+# columns have 64, 128 and 224 programs; splits help the last one least.
 
 OURS["in pairs"] = in_pairs
 for splits in (2, 4, 8):
@@ -469,9 +471,14 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     rates.plot(logx=True, title="8192 x 8192, one group has 128 weights")
     faster = rates["Triton"] / rates["cuBLAS"]
     part = rates["Triton"] / rates["Roof"]
-    print(f"The op is {faster.min():.1f} to {faster.max():.1f} times", end=" ")
-    print("as fast as cuBLAS with weights of 16 bits.")
+    print(f"On the GPU, the op is {faster.min():.1f} to", end=" ")
+    print(f"{faster.max():.1f} times as fast as cuBLAS with float16 weights.")
     print(f"It has {part.min():.0%} to {part.max():.0%} of the roof's rate.")
+
+# %%
+# The line below the chart is the CPU time of a call. The op's is longer than
+# cuBLAS's, and than the product takes on the GPU. So calls one by one hide the
+# gain; a CUDA graph shows it (``cuda_graphs.py``).
 
 # %%
 # Exercises
@@ -498,15 +505,23 @@ if __name__ == "__main__":
 # %%
 # 2. The op adds a code to bits that depend on the zero point, takes the sum for
 #    a float16 and subtracts 1040, which gives ``code - zero``. Return the bits
-#    for a zero point from 0 to 16. Why does the op not subtract 1024?
+#    for a zero point from 0 to 16 (GPTQ has 1 to 16). Why does the op not
+#    subtract 1024?
 
 
 def bits_of(zero):
     return None  # yours
 
 
+def check_zeros(bits_of, number=1040):
+    """Say whether the bits are right for all zero points."""
+    tried = [(bits_of(zero), number, torch.float16, zero) for zero in range(17)]
+    answers = {check_bits(*one) for one in tried}
+    return answers.pop() if len(answers) == 1 else "wrong"
+
+
 if __name__ == "__main__":
-    print(check_bits(bits_of(7), 1040, torch.float16, zero=7))
+    print(check_zeros(bits_of))
 
 # %%
 # Answers
@@ -523,7 +538,7 @@ if __name__ == "__main__":
 # %%
 # **2.** They are the bits of ``1040 - zero``. Below 1024 the last bit counts
 # halves, so a code would count half as much. With 1040, the largest zero point
-# leaves 1024. The last line tries 1024 and prints "wrong".
+# leaves 1024. We try both.
 
 
 def bits_answer(zero, base=1040):
@@ -531,7 +546,7 @@ def bits_answer(zero, base=1040):
 
 
 if __name__ == "__main__":
-    for zero in range(17):
-        bits = bits_answer(zero)
-        assert check_bits(bits, 1040, torch.float16, zero) == "right"
-    print(check_bits(bits_answer(7, 1024), 1024, torch.float16, 7))
+    for base in (1040, 1024):
+        answer = check_zeros(partial(bits_answer, base=base), base)
+        print(f"{base}: {answer}")
+        assert (answer == "right") == (base == 1040)

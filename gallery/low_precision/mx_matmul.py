@@ -77,7 +77,7 @@ generator = torch.Generator(device=DEVICE).manual_seed(0)
 kind = {"generator": generator, "device": DEVICE}
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 HAS_DOT_SCALED = DEVICE.type == "cuda" or VERSION >= (3, 8)
-TARGETS = {
+TARGETS = {  # the backend, the architecture and the threads of a warp
     "H100": ("cuda", 90, 32),
     "B200": ("cuda", 100, 32),
     "MI350": ("hip", "gfx950", 64),
@@ -92,29 +92,27 @@ PAIRS = {  # the formats of x and w, and the numbers of a group
 POINTERS = {"e4m3": "*fp8e4nv", "e2m1": "*u8"}
 
 
+def signature(X, W, GROUP):
+    """Return types, constants and multiples of 16 of scaled_kernel."""
+    scale = "*fp8e4nv" if GROUP == 16 else "*u8"
+    types = [POINTERS[X], POINTERS[W], scale, scale, "*bf16"]
+    types += ["i32"] * 3 + ["constexpr"] * 6
+    types = dict(zip(scaled_kernel.arg_names, types, strict=True))
+    blocks = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 128}
+    by_16 = {(i,): [["tt.divisibility", 16]] for i in range(8)}
+    return types, blocks | {"GROUP": GROUP, "X": X, "W": W}, by_16
+
+
 @compile_only
 def show_instructions():
-    """Compile scaled_kernel for GPUs; print their matrix instructions."""
+    """Print the matrix instructions of scaled_kernel on each GPU."""
     for gpu, target in TARGETS.items():
         print(gpu)
-        target = triton.backends.compiler.GPUTarget(*target)
-        for name, (X, W, GROUP) in PAIRS.items():
-            blocks = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 128}
-            constants = blocks | {"GROUP": GROUP, "X": X, "W": W}
-            scale = "*fp8e4nv" if GROUP == 16 else "*u8"
-            types = [POINTERS[X], POINTERS[W], scale, scale, "*bf16"]
-            types += ["i32"] * 3 + ["constexpr"] * 6
-            types = dict(zip(scaled_kernel.arg_names, types, strict=True))
-            by_16 = {(i,): [["tt.divisibility", 16]] for i in range(8)}
-            given = scaled_kernel, types, constants, by_16
-            source = triton.compiler.ASTSource(*given)
+        for name, formats in PAIRS.items():
             try:
-                made = triton.compile(source, target, {"num_warps": 8})
+                found = instructions(target, signature(*formats))
             except RuntimeError:  # a pass of the compiler fails
                 found = ["Triton does not compile it"]
-            else:
-                code = made.asm.get("ptx") or made.asm["amdgcn"]
-                found = sorted(set(re.findall(INSTRUCTION, code)))
             print(f"  {name}: {', '.join(found)}")
 
 
@@ -171,9 +169,9 @@ if __name__ == "__main__":
 #
 # ``tl.dot`` computes the inner sum: on the tensor cores, it multiplies a tile
 # (BLOCK_M, GROUP) by one (GROUP, BLOCK_N) of the same dtype and returns
-# float32. Threads multiply that by both scales and add it to ``acc``. A float32
-# keeps its exponent, plus 127, in bits 23 to 30: the same byte. So we shift the
-# byte there. (Bytes of 0 and 255 need more: exercise 1.)
+# float32. Threads multiply this sum by both scales and add it to ``acc``. A
+# float32 keeps its exponent, plus 127, in bits 23 to 30: the same byte. So we
+# shift the byte there. (Bytes of 0 and 255 need more: exercise 1.)
 
 
 @triton.jit
@@ -228,7 +226,7 @@ def product(
     """Return the product of contiguous matrices with their scales."""
     (M, K), N = x.shape, len(w)
     assert K % tile[2] == 0
-    assert w.shape[1] in (K, K // 2)  # half in exercise 2, where w is packed
+    assert w.shape[1] == (K // 2 if w.dtype == torch.uint8 else K)  # MXFP4
     assert [t.shape for t in scales] == [(M, K // tile[2]), (N, K // tile[2])]
     assert all(t.is_contiguous() for t in (x, w, *scales))
     y = torch.empty(M, N, device=x.device, dtype=dtype)
@@ -261,14 +259,14 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# cuBLAS's float8 has a scale for each row. A product is :math:`2MNK` FLOP.
+# We count a product as :math:`2MNK` operations.
 
 
-def show_rates(ours):
-    """Print TFLOP/s at three sizes."""
+def show_rates(ours, *without):
+    """Print TFLOP/s at three sizes, without some of the rows."""
     columns = {}
     for N in (1024, 4096, 8192):
-        times = gpu_time(calls(ours, N, N, N))
+        times = gpu_time(calls(ours, N, N, N, *without))
         rates = {who: round(2e-9 * N**3 / t[0]) for who, t in times.items()}
         columns[f"M = N = K = {N}"] = rates
     print("TFLOP/s", pd.DataFrame(columns).to_string(), sep="\n")
@@ -284,8 +282,8 @@ def decoded_product(x, w, *scales):
     return x @ w.T
 
 
-def calls(ours, M, N, K):
-    """Return what is timed for a product, by name."""
+def calls(ours, M, N, K, *without):
+    """Return what is timed for a product, by name, without some."""
     (x, scale_x), (w, scale_w) = make_mx(M, K), make_mx(N, K)
     given = x, w, scale_x, scale_w
     timed = {name: partial(f, *given) for name, f in ours.items()}
@@ -296,7 +294,8 @@ def calls(ours, M, N, K):
     per_row = partial(torch._scaled_mm, x, w.T, *rows, **options)
     plain = partial(torch.matmul, x.bfloat16(), w.bfloat16().T)
     others = {"cuBLAS, float8": per_row, "cuBLAS, bfloat16": plain}
-    return timed | {"torch.compile": partial(compiled, *given)} | others
+    timed |= {"torch.compile": partial(compiled, *given)} | others
+    return {name: f for name, f in timed.items() if name not in without}
 
 
 OURS = {"group_kernel": partial(product, dtype=torch.bfloat16)}
@@ -305,16 +304,19 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     show_rates(OURS)
 
 # %%
-# Why does the instruction take the scales?
-# -----------------------------------------
+# What do the scales cost?
+# ------------------------
 #
-# In the table, *torch.compile* decodes to bfloat16 and multiplies; cuBLAS has
-# no groups. What do scales cost ``group_kernel``? For each group, threads
-# multiply every element of the tile by one scale, then by the other while they
-# add it (a multiply-add). `NVIDIA's H100
-# <https://www.nvidia.com/en-us/data-center/h100/>`_ does 1979 TFLOP/s of float8
-# on tensor cores, without sparsity, and 67 of float32 in threads. Both count a
-# multiply-add as two operations; a multiplication alone takes a thread as long.
+# In the table, *torch.compile* computes the same product: it decodes both
+# matrices to bfloat16 and multiplies them. cuBLAS has no groups, but a scale
+# for each row (float8) or none (bfloat16). ``group_kernel`` is far behind.
+#
+# For each group, threads multiply every element of ``part`` by one scale, then
+# by the other while they add it (a multiply-add). `NVIDIA's H100
+# <https://www.nvidia.com/en-us/data-center/h100/>`_ does 1979 TFLOP/s of dense
+# float8 on tensor cores, and 67 of float32 in threads. Both rates count a
+# multiply-add as two operations. A multiplication alone takes a thread as long,
+# so we count it as one too.
 
 if __name__ == "__main__":
     tile = 128 * 64
@@ -324,15 +326,16 @@ if __name__ == "__main__":
     print(f"so an H100's tensor cores work at most {share:.0%} of the time")
 
 # %%
-# Even if both work at once, tensor cores wait for threads. Threads multiply
-# each *result* of a group twice, 2 x 128 x 64 times, though the group has only
-# 128 + 64 scales. An instruction that takes the scales beside the numbers can
-# apply them as it adds, and threads have nothing left to multiply.
+# That is the most, if both work at once; ``group_kernel`` stays far below it.
+# Threads multiply each *result* of a group twice, 2 x 128 x 64 times, though
+# the group has only 128 + 64 scales. An instruction that takes the scales
+# beside the numbers leaves threads nothing to multiply.
 #
 # ``acc = tl.dot_scaled(x, scale_x, "e4m3", w, scale_w, "e2m1", acc)`` asks for
-# this instruction. It takes the numbers, scales and format of each matrix. Here
-# ``w`` is (K, N), or (K / 2, N) for ``e2m1``, packed along K, but its scales
-# stay (N, K / 32). Tiles of ``BLOCK_K`` = 128 have four groups.
+# this instruction, with the numbers, scales and format of each matrix. Formats
+# are ``e4m3``, ``e5m2``, ``e2m1``, ``bf16`` and ``fp16``; the scale of a matrix
+# of 16 bits is None. We pass ``w.T``, a tile of (BLOCK_K, BLOCK_N), or of
+# (BLOCK_K / 2, BLOCK_N) for ``e2m1``, but do not transpose its scales.
 
 
 @triton.jit
@@ -386,7 +389,7 @@ def scaled_product(x, w, scale_x, scale_w, dtype=torch.float32, BLOCK=128):
     X, W = FORMATS[x.dtype], FORMATS[w.dtype]
     M, N, K = len(x), len(w), x.shape[1] * (2 if X == "e2m1" else 1)
     arguments = x, w, scale_x, scale_w
-    assert K % BLOCK == 0
+    assert K % BLOCK == 0, "K is not of whole tiles: the op takes it"
     assert w.shape[1] * (2 if W == "e2m1" else 1) == K
     assert scale_x.shape == (M, K // 32)
     assert scale_w.shape == (N, K // 32)
@@ -394,66 +397,77 @@ def scaled_product(x, w, scale_x, scale_w, dtype=torch.float32, BLOCK=128):
     y = torch.empty(M, N, device=x.device, dtype=dtype)
     grid = (triton.cdiv(M, BLOCK), triton.cdiv(N, BLOCK))
     options = {"GROUP": 32, "X": X, "W": W, "num_warps": 8}
-    blocks = BLOCK, BLOCK, BLOCK
+    blocks = BLOCK, BLOCK, BLOCK  # four groups of 32 in a step along K
     scaled_kernel[grid](*arguments, y, M, N, K, *blocks, **options)
     return y
 
 
 # %%
-# This check runs on a GPU, and without one in Triton's interpreter, which runs
-# kernels on the CPU and knows ``tl.dot_scaled`` from Triton 3.8 on.
+# Without a GPU, this check needs the interpreter of Triton 3.8 or newer: older
+# ones lack ``tl.dot_scaled``.
 
 if __name__ == "__main__" and HAS_DOT_SCALED:
-    for X, W in ((E4M3, E4M3), (E4M3, torch.uint8), (torch.uint8, torch.uint8)):
-        x, w = make_mx(130, 384, X), make_mx(200, 384, W)
-        print(f"{FORMATS[X]} x {FORMATS[W]}:", end=" ")
+    E2M1_X2 = torch.uint8  # two numbers in a byte
+    for pair in ((E4M3, E4M3), (E4M3, E2M1_X2), (E2M1_X2, E2M1_X2)):
+        x, w = make_mx(130, 384, pair[0]), make_mx(200, 384, pair[1])
+        print(" x ".join(FORMATS[dtype] for dtype in pair), end=": ")
         show_error(scaled_product(x[0], w[0], x[1], w[1]), x, w)
 elif __name__ == "__main__":
     print("not checked: needs a GPU or Triton 3.8")
 
 # %%
-# ``scaled_kernel`` at the sizes of *How fast?*. An H100 or H200 does not have
-# the instruction; the next section shows what runs there instead:
+# The sizes of *How fast?* again. An H100 or H200 lacks the instruction:
 
 OURS["scaled_kernel"] = partial(scaled_product, dtype=torch.bfloat16)
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
-    show_rates(OURS)
+    show_rates(OURS, "cuBLAS, float8", "cuBLAS, bfloat16")
+
+# %%
+# On such a GPU, ``tl.dot_scaled`` decodes to bfloat16, as *torch.compile* does.
+# But *torch.compile* decodes each matrix once. In ``scaled_kernel``, each
+# program decodes what it loads: all of ``w`` M / 128 times, ``x`` N / 128.
 
 # %%
 # Which instruction is it?
 # ------------------------
 #
-# *NVFP4* is NVIDIA's format of 4 bits: groups of 16 ``e2m1``, a scale in
-# ``e4m3`` for each group, and one in float32 for the whole tensor, by which a
-# kernel multiplies its result. ``scaled_kernel`` takes it with GROUP = 16.
-#
-# ``show_instructions``, in the fold at the top of the page, compiles
-# ``scaled_kernel`` with ``triton.compile(source, target)`` for three GPUs, none
-# of which is needed, and prints the matrix instructions in its code: ``wgmma``
-# on the H100, ``tcgen05.mma`` on the B200, ``v_mfma`` on the MI350.
+# A kernel compiles for any GPU, also for one that is not here. Its signature
+# has the types of arguments, the constants, and what is a multiple of 16. The
+# H100's target is ``("cuda", 90, 32)``: 32 is the threads of a warp.
+
+
+def instructions(target, signature):
+    """Return the matrix instructions of scaled_kernel on a GPU."""
+    source = triton.compiler.ASTSource(scaled_kernel, *signature)
+    target = triton.backends.compiler.GPUTarget(*target)
+    made = triton.compile(source, target, {"num_warps": 8})
+    code = made.asm.get("ptx") or made.asm["amdgcn"]  # NVIDIA's or AMD's
+    return sorted(set(re.findall(INSTRUCTION, code)))
+
 
 if __name__ == "__main__":
-    show_instructions()
+    show_instructions()  # from the fold: calls it for three GPUs
 
 # %%
+# The matrix instruction is ``wgmma`` on the H100, ``tcgen05.mma`` on the B200
+# and ``v_mfma`` on the MI350. **For the B200 and the MI350, this page only
+# compiles: it has no speed of theirs.**
+#
 # ``block_scale`` and ``scale`` say that the instruction takes scales, and
-# ``kind`` names the formats. ``scale_vec::2X``: one instruction multiplies 64
-# numbers of a row, which have two scales (newer Tritons write ``block32``, the
-# numbers of a group). ``cta_group::1``: one program runs it, not a pair. **For
-# the B200 and the MI350, this page only compiles: it has no speed of theirs.**
+# ``kind`` names its formats: ``f8f6f4`` is any mix of 8, 6 and 4 bits.
+# ``scale_vec`` counts the scales of a row in one instruction: 1X is 32 numbers
+# in one group, 2X is 64 in two, 4X is 64 in four groups of 16 (newer Tritons
+# write ``block32`` and ``block16``). On the H100, both operands are in bfloat16
+# (``bf16.bf16``). Within bfloat16's range, decoding is exact: a number has at
+# most 4 significant bits, and bfloat16 has 8.
 #
-# The H100 has no such instruction: its ``bf16.bf16`` are the dtypes of both
-# operands. Threads decode numbers, scale them and round to bfloat16. In
-# bfloat16's range that is exact: a number has at most 4 significant bits, and
-# bfloat16 has 8.
-#
-# Not every Triton compiles NVFP4 for every GPU, and even Triton 3.9's
-# interpreter takes its scales for powers of two, so NVFP4 is not checked here.
-#
-# The B200 wants scales in an order of its own. Ours are stored row by row, and
-# the compiled kernel reorders them; Triton's tutorial *Block Scaled Matrix
-# Multiplication* stores them in that order.
+# *NVFP4* is NVIDIA's format of 4 bits. Each group of 16 ``e2m1`` has a scale in
+# ``e4m3``, and the whole tensor one in float32, by which a kernel multiplies
+# its result. ``scaled_kernel`` compiles for it with GROUP = 16, which
+# ``tl.dot_scaled`` learns from the scales. ``scaled_product`` does not take it:
+# even Triton 3.9's interpreter, which takes its scales for powers of two, could
+# not check it.
 
 # %%
 # The op
@@ -465,9 +479,8 @@ if __name__ == "__main__":
 # have it, call ``mx_matmul(x, weight, None, scale_weight)``.
 #
 # Where the GPU has the instruction, more than 64 rows go to ``tl.dot_scaled``.
-# Otherwise the op decodes as exercise 2 does: it shifts a number's bits into a
-# wider float, and multiplies by a power of two that corrects the exponent. It
-# then scales the tiles, rounds them to 16 bits and calls ``tl.dot``.
+# Otherwise the op decodes tiles itself (exercise 2), smaller ones for few rows,
+# scales them, rounds them to 16 bits and calls ``tl.dot``.
 
 from triton_gallery_ops.mx_matmul import mx_matmul
 
@@ -478,7 +491,7 @@ from triton_gallery_ops.mx_matmul import mx_matmul
 # The sizes (M, N, K) are of layers of models. *Triton* is the op with MXFP8,
 # *Triton, MXFP4 weight* the op with ``x`` in bfloat16, and *Triton, this page*
 # is ``scaled_kernel``. The lines below the chart divide the op's rate by each
-# other rate, at all sizes: less than 1 means that the op is slower.
+# other rate, from the lowest ratio to the highest: below 1, the op is slower.
 
 LAYERS = [
     (16, 7168, 2048),
@@ -517,9 +530,15 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     for other in wide.columns.drop(list(ours)):
         ratio = wide["Triton"] / wide[other]
         print(f"op / {other}: {ratio.min():.2f} to {ratio.max():.2f}")
-    best = wide.drop(columns="Triton, this page").idxmax(axis=1)
-    for who, sizes in best.value_counts().items():
-        print(f"fastest at {sizes} of {len(best)} sizes: {who}")
+    ahead = wide.index[wide["Triton"] > wide["torch.compile"]]
+    rows = dict.fromkeys(sizes.split(", ")[0] for sizes in ahead)
+    print("op faster than torch.compile at M =", ", ".join(rows) or "none")
+
+# %%
+# Only *torch.compile* computes the op's product: cuBLAS has no groups, and
+# *Triton, MXFP4 weight* has no ``x`` to decode. Without the instruction, take
+# the op for as few rows as in the last line. For more, decode each matrix once
+# and multiply in bfloat16.
 
 # %%
 # Exercises
@@ -553,18 +572,19 @@ if __name__ == "__main__":
 
 # %%
 # **2.** Multiply MXFP8 by MXFP4 without ``tl.dot_scaled``: write a kernel with
-# the arguments of ``group_kernel`` whose ``w`` is packed. The lowest three bits
-# of a code are its magnitude. Shifted left by 9, its two bits of exponent are
-# the lowest two of a float16's exponent, and its bit of mantissa is the first
-# of the float16's. That float16 is the number times :math:`2^{-14}`, as the
-# exponents' offsets are 15 and 1. ``tl.join`` alternates the elements of two
-# tensors along a new last axis, and ``tl.reshape`` makes that one axis of K.
+# the arguments of ``group_kernel`` whose ``w`` is packed. The highest bit of a
+# code is its sign, two are its exponent and the last its mantissa. Shifted left
+# by 9, these three are the lowest two bits of a float16's exponent and the
+# first of its mantissa: a float16 that is the number's magnitude times
+# :math:`2^{-14}`, as the exponents' offsets are 15 and 1. ``tl.join``
+# alternates the elements of two tensors along a new last axis, and
+# ``tl.reshape`` makes that one axis of K.
 
 mixed_kernel = None  # your kernel
 
 
 def check_mixed(kernel):
-    """Say whether a kernel multiplies MXFP8 by MXFP4."""
+    """Say whether a kernel multiplies MXFP8 by MXFP4, to 0.1 %."""
     if kernel is None:
         return "not solved yet"
     x, w = make_mx(130, 96), make_mx(72, 96, torch.uint8)
@@ -599,7 +619,7 @@ if __name__ == "__main__":
 
 # %%
 # **2.** Each number of 4 or 8 bits is exact in float16. The scales come after
-# the product, as in ``group_kernel``.
+# the product, as in ``group_kernel``. Offsets in int32 are enough here.
 
 
 @triton.jit
