@@ -288,7 +288,7 @@ if __name__ == "__main__":
     model = build()
     old = kinds(model)
     count = replace(model, LlamaRMSNorm, FusedNorm)
-    assert count == 2 * model.config.num_hidden_layers + 1  # two each, the last
+    assert count == 2 * model.config.num_hidden_layers + 1  # the last norm
     assert replace(model, FusedNorm, LlamaRMSNorm) == count
     assert kinds(model) == old
     print(f"replaced {count} norms, and put them back")
@@ -313,7 +313,7 @@ if __name__ == "__main__":
 # log-softmax until the backward, which makes gradients of the same sizes.
 
 if __name__ == "__main__":
-    logits = 4 * 2048 * LARGE["vocab_size"]
+    logits = 4 * 2048 * LARGE["vocab_size"]  # of the batch of a GPU
     print(f"{logits:,} logits: {logits / 2**29:.2f} GiB in bfloat16,", end=" ")
     print(f"{logits / 2**28:.2f} GiB in float32")
 
