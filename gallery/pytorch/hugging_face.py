@@ -474,13 +474,13 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # %%
 # Both models compute the same products; the patched loss does its three, for
 # the logits and for two gradients, in the forward. In the record the ops gain
-# in *the rest*. Their attention is slower here than PyTorch's; what it adds is
-# that it leaves padding out (exercise 2).
+# in *the rest*. The op for attention takes longer here than PyTorch's, but
+# leaves padding out (exercise 2).
 #
-# In the time between the last two rows the GPU runs no kernel, and faster
-# kernels do not shorten it (``what_a_call_costs.py``, ``cuda_graphs.py``). In
-# the record the patched step has more of it than the plain one, so the step
-# gains less than the kernels do.
+# The wall time less the GPU time is time in which the GPU runs no kernel, and
+# faster kernels do not shorten it (``what_a_call_costs.py``,
+# ``cuda_graphs.py``). In the record the patched step has more of it than the
+# plain one, so the step gains less than the kernels do.
 #
 # ``torch.compile`` fuses many of the operators that the ops replace: under it
 # our norm gains next to nothing, and the ops gain less time than in eager. It
