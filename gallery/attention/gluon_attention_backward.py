@@ -322,10 +322,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 #    s = warpgroup_mma(a, x.T, zeros, is_async=True)
 #    dp = warpgroup_mma(b, y.T, zeros, is_async=True)
-#    s = warpgroup_mma_wait(1, deps=(s,))  # one product goes on: dp
+#    warpgroup_mma_wait(1)  # s is done, and one product goes on: dp
 #    p = exp2(s * scale - lse)
 #    db = warpgroup_mma(p, y, db, is_async=True)
-#    dp = warpgroup_mma_wait(1, deps=(dp,))  # db goes on
+#    warpgroup_mma_wait(1)  # dp is done, db goes on
 #    ds = p * (dp - delta)
 #    da = warpgroup_mma(ds, x, da, is_async=True)
 #
