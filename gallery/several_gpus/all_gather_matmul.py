@@ -616,10 +616,7 @@ from triton_gallery_ops.all_gather_matmul import (
 )
 
 # %%
-# At how many tokens is there enough to hide behind? The rate counts operations
-# of one rank; *Roof* is the product alone. The lines below the chart divide the
-# op's rate by the others'. Where the first of the two is below 1, take NCCL,
-# then ``@``.
+# Both ops have to be as right as the kernels, with few rows, too:
 
 if __name__ == "__main__" and HAS_TMA:
     x_few = random(7, K)
@@ -629,6 +626,13 @@ if __name__ == "__main__" and HAS_TMA:
     y = all_gather_matmul_scatter(x_part, weight_part, GROUP)
     error = (y[:, -512:].double() - expected) / bound
     torch.testing.assert_close(error, 0 * error, rtol=0, atol=1)
+
+
+# %%
+# At how many tokens is there enough to hide behind? The rate counts operations
+# of one rank; *Roof* is the product alone. The lines below the chart divide the
+# op's rate by the others'. Where the first of the two is below 1, take NCCL,
+# then ``@``.
 
 
 def gather_calls(tokens):
