@@ -641,10 +641,10 @@ def judge(kernel, launch, expected):
     meet_ranks()
     out = launch(kernel)
     meet_ranks()
-    right = torch.tensor(int(torch.equal(out[: len(expected)], expected)))
-    right = right.to(DEVICE)
-    dist.all_reduce(right, dist.ReduceOp.MIN)
-    return "right" if right.item() else "wrong"
+    right = torch.equal(out[: len(expected)], expected)
+    verdict = torch.tensor(int(right), device=DEVICE)
+    dist.all_reduce(verdict, dist.ReduceOp.MIN)
+    return "right" if verdict.item() else "wrong"
 
 
 def judge_scale(kernel):
