@@ -20,7 +20,7 @@ The experts of a large model do not fit on one GPU, so each GPU has some of
 them. Then a layer sends each token's row to the GPUs that have its experts
 (*dispatch*), and adds up what they return (*combine*). Both are an *all-to-all*
 (each GPU sends to each) whose sizes depend on the router. With experts on one
-GPU, take ``moe_layer.py``; between hosts, take NCCL or DeepEP.
+GPU, take ``moe_layer.py``; between hosts, take a library, as NCCL or DeepEP.
 
 After this page you can
 
@@ -57,18 +57,37 @@ from triton_gallery_ops.moe_routing import (
     moe_routing_with_permutation,
 )
 
+RANK, RANKS = join_ranks()
+
+
+def say(*texts, **options):
+    """Print on rank 0."""
+    if RANK == 0:
+        print(*texts, **options)
+
+
+def shared(*shape, dtype):
+    """Return this rank's tensor, all zero, and all ranks' addresses."""
+    parts = shared_bytes(math.prod(shape) * dtype.itemsize)
+    KEPT.append(parts)  # keeps the memory: the table has addresses alone
+    table = torch.tensor([part.data_ptr() for part in parts], device=DEVICE)
+    return parts[RANK].view(dtype).view(shape), table
+
+
+KEPT = []
+
 # %%
 # In PyTorch
 # ----------
 #
-# A process for each GPU runs this script, its *rank*: see ``peer_memory.py``.
-# Expert e is on rank ``e // LOCAL``. Choice j of token t has the number
-# ``t * k + j``. ``moe_routing_permutation`` sorts choices by expert: ``order``
-# has their numbers, ``inverse`` each one's position, ``offsets`` each expert's
-# end. ``all_to_all_single`` moves rows between ranks. The CPU passes how many
-# go where, so it waits for the counts. Rows come sorted by rank, then expert.
+# Each GPU has a process that runs this script, its *rank*: ``peer_memory.py``
+# explains it. Expert e is on rank ``e // LOCAL``. Choice j of token t has the
+# number ``t * k + j``. ``moe_routing_permutation`` sorts choices by expert:
+# ``order`` has their numbers, ``inverse`` each one's position, ``offsets`` each
+# expert's end. ``all_to_all_single`` moves rows between ranks. The CPU passes
+# how many go where, so it waits for the counts. Rows arrive sorted by the rank
+# that sent them, then by expert; a last sort orders them by expert alone.
 
-RANK, RANKS = join_ranks()
 ON_GPU = DEVICE.type == "cuda"
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 # As in DeepSeek-V3: experts, choices of a token, elements of its row
@@ -103,19 +122,17 @@ def dispatch_torch(x, experts):
 
 
 def linked(T):
-    """Return the megabytes that a GPU sends to others, on average."""
+    """Return the megabytes that a GPU sends to others, on average.
+
+    A row is sent for each choice, also where several are of one rank.
+    """
     return T * k * (RANKS - 1) / RANKS * H * DTYPE.itemsize / 1e6
 
 
-def say(*texts, **options):
-    """Print on rank 0."""
-    if RANK == 0:
-        print(*texts, **options)
-
-
 if __name__ == "__main__":
-    say(f"{RANKS} ranks, {LOCAL} experts on each, {k} choices of a token;")
-    say(*(f"{linked(T):.3f} MB over links for {T} tokens" for T in TOKENS))
+    say(f"{RANKS} ranks, {LOCAL} experts on each, {k} choices of a token")
+    for T in TOKENS:
+        say(f"{T} tokens: a GPU sends {linked(T):.3f} MB to others")
 
 # %%
 # The first kernel
@@ -123,7 +140,9 @@ if __name__ == "__main__":
 #
 # ``places`` has each choice's row on its expert's rank, ``table`` the address
 # of each rank's tensor. A program loads part of a token's row once and stores
-# it k times. ``tl.multiple_of`` lets a thread store 16 bytes at once.
+# it k times. ``.to(x_ptr.dtype)`` makes a pointer of an address. Triton does
+# not know what divides an address that a kernel loads: ``tl.multiple_of``
+# promises that 16 does, so that a thread may store 16 bytes at once.
 
 
 @triton.jit
@@ -149,8 +168,12 @@ def send(x, experts, places, table, BLOCK=2048):
 
 # %%
 # Which row? An expert's rows are sorted by the rank that they come from, so a
-# rank needs the counts of all. A choice's row is its position among this rank's
-# choices plus its expert's ``base``: the order is deterministic.
+# rank needs the counts of all. ``inverse`` counts from this rank's first choice
+# of any expert, and a choice's row is ``base[expert] + inverse``. ``base`` adds
+# where the expert starts on its rank, and the rows that lower ranks send it. It
+# takes off where the expert starts among this rank's choices. No atomic counts
+# rows, so their order is deterministic. ``shared``, in the fold at the top,
+# returns this rank's part of symmetric memory and the addresses of all parts.
 
 
 def places_torch(experts):
@@ -161,21 +184,13 @@ def places_torch(experts):
     dist.all_gather([*counts], own)
     total = counts.sum(0).view(RANKS, LOCAL)
     start = (total.cumsum(1) - total).flatten()  # of an expert, on its rank
-    base = start + counts[:RANK].sum(0) - (offsets - own)
+    start_here = offsets - own  # among this rank's choices
+    base = start + counts[:RANK].sum(0) - start_here
     return base.int()[experts.flatten()] + inverse
 
 
-def shared(*shape, dtype=DTYPE):
-    """Return this rank's tensor, and the addresses of all ranks'."""
-    parts = shared_bytes(math.prod(shape) * dtype.itemsize)
-    KEPT.append(parts)  # keeps the memory: the table has addresses alone
-    table = torch.tensor([part.data_ptr() for part in parts], device=DEVICE)
-    return parts[RANK].view(dtype).view(shape), table
-
-
-KEPT = []
 CAPACITY = RANKS * max(TOKENS) * k  # rows, if all choose experts of one rank
-rows, rows_table = shared(CAPACITY, H)
+rows, rows_table = shared(CAPACITY, H, dtype=DTYPE)
 
 # %%
 # Is it right?
@@ -198,10 +213,11 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# Only the sending is timed, on all ranks at once: places and counts are known.
-# The rate counts the bytes that one GPU sends to others; higher is better.
+# Only the sending is timed, on all ranks at once: places and counts are known,
+# and *PyTorch* sends rows that are sorted already. The rate counts the bytes
+# that one GPU sends to others; higher is better.
 
-if __name__ == "__main__" and ON_GPU:
+if __name__ == "__main__" and DEVICE.type == "cuda":
     times = {}
     for T in TOKENS:
         few = x[:T], experts[:T]
@@ -228,7 +244,8 @@ if __name__ == "__main__" and ON_GPU:
 # The barrier is that of ``peer_memory.py``: set this rank's flag on every pad,
 # then wait for each flag on the own pad and clear it. Who sees (``acquire``) a
 # flag set with ``release`` sees all that was written before. Tries are counted:
-# a rank that failed would otherwise keep the other GPUs busy forever.
+# a rank that failed would otherwise keep the other GPUs busy forever. With none
+# left, ``late`` becomes 1, and no later result may be used.
 
 
 @triton.jit
@@ -249,7 +266,7 @@ def meet(pads_ptr, late_ptr, rank, tries, RANKS):
         while (was != 1) & (left > 0):
             was = tl.atomic_cas(ptr, 1, 0, sem="acquire", scope="sys")
             left -= 1
-    if left == 0:
+    if left == 0:  # gave up, or came with the last try
         tl.store(late_ptr, 1)
     tl.debug_barrier()  # and all have waited before they read
 
@@ -286,19 +303,19 @@ def plan_kernel(
         expert = peer * LOCAL + offs
         total = tl.zeros((BLOCK,), dtype=tl.int32)
         there = (expert > 0) & (offs < LOCAL)
-        base = -tl.load(starts_ptr + expert, mask=there, other=0)
+        base = -tl.load(starts_ptr + expert, mask=there, other=0)  # start_here
         for source in range(RANKS):
             ptrs = pad_ptr + RANKS + source * E + expert
             counts = tl.load(ptrs, mask=offs < LOCAL, other=0)
-            base += tl.where(source < rank, counts, 0)
+            base += tl.where(source < rank, counts, 0)  # lower ranks' rows
             total += counts
-        ends = tl.cumsum(total, axis=0)
+        ends = tl.cumsum(total, axis=0)  # on the peer
         tl.store(bases_ptr + expert, ends - total + base, mask=offs < LOCAL)
         if peer == rank:
             tl.store(ends_ptr + offs, ends, mask=offs < LOCAL)
 
 
-_, pads = shared(RANKS * (1 + E), dtype=torch.int32)
+_, pads = shared(RANKS * (1 + E), dtype=torch.int32)  # flags begin at 0
 late = torch.zeros(1, dtype=torch.int32, device=DEVICE)
 TRIES = 2**24 if ON_GPU else 2**20
 
@@ -323,7 +340,8 @@ def dispatch(x, experts):
 # %%
 # After the second barrier, all rows have come. Can a rank overwrite rows that
 # another one still computes with? No: it first waits at the next dispatch's
-# first barrier, which the other reaches when its computation has ended.
+# first barrier, which the other reaches when its computation has ended. Counts
+# on a pad may be overwritten after the second barrier: all have read them.
 
 if __name__ == "__main__":
     rows.zero_()
@@ -340,9 +358,10 @@ if __name__ == "__main__":
 #
 # The way back needs no plan. A token's rank knows where its k rows went, and
 # fetches the results from there, once all ranks have met. It adds them up in
-# the order of the choices, in float32. In the check, experts add their rank's
+# the order of the choices, in float32. The next dispatch's barriers keep
+# results until all have fetched them. In the check, experts add their rank's
 # number to a row. Two ``eps`` of the largest sum are allowed: storing a sum
-# rounds by half an ``eps``, and few float32 sums precede it.
+# rounds by half an ``eps``, and the float32 additions before it by less.
 
 
 @triton.jit
@@ -382,7 +401,7 @@ def combine_torch(y, weights, back):
     return (mine * weights[:, :, None]).sum(1).to(y.dtype)
 
 
-returned, returned_table = shared(CAPACITY, H)
+returned, returned_table = shared(CAPACITY, H, dtype=DTYPE)
 
 
 def combine(experts, weights, places, BLOCK=2048):
@@ -436,13 +455,16 @@ def memory_for(T, dtype=DTYPE, groups=0, capacity=None):
 # A whole layer
 # -------------
 #
-# The router and the products are ops of the section *Experts*. ``ends`` stays
-# on the GPU, and goes into ``grouped_matmul`` as its offsets. Each rank has its
-# own tokens, of any number, and weights of its own experts. The results agree
-# with ``moe_layer``, the same layer on one GPU with all weights.
+# The router and the products are ops of the section *Experts*:
 
 from triton_gallery_ops.grouped_matmul import grouped_matmul
 from triton_gallery_ops.moe_layer import moe_layer
+
+# %%
+# ``ends`` stays on the GPU, and goes into ``grouped_matmul`` as its offsets.
+# Each rank has its own tokens, of any number, and weights of its own experts.
+# The results agree with ``moe_layer``, the same layer on one GPU with all
+# weights.
 
 
 def parallel_layer(x, router, gate_up, down, memory):
@@ -484,7 +506,7 @@ if __name__ == "__main__":
 # Since no CPU waits, a CUDA graph can hold the layer. It is captured with one
 # choice of experts and replayed with others, whose counts differ.
 
-if __name__ == "__main__" and ON_GPU:
+if __name__ == "__main__" and DEVICE.type == "cuda":
     x, *_ = make_inputs(8)
     call = partial(parallel_layer, x, router, *ours)
     call(memory)  # compiles
@@ -504,25 +526,14 @@ if __name__ == "__main__" and ON_GPU:
 # The result
 # ----------
 #
-# *Triton* is the op, *Triton, this page* is ``dispatch``, and *PyTorch* is
-# ``dispatch_torch`` and ``combine_torch``. Dispatches begin with chosen experts
-# and end with sorted rows. The op's combine first copies results to where other
-# ranks read; *in place*, experts have written them there. *Roof* is PyTorch's
-# copy of as many bytes to the next rank. ``PyTorch / op`` divides times.
-#
 # Rows may also travel as float8, with a scale for each group of 128: half the
-# bytes, and ``grouped_matmul_fp8`` takes them as they come. The last lines
-# compare times. With many tokens float8 is faster, although ``quantize`` is in
-# its time.
+# bytes, and ``grouped_matmul_fp8`` takes them as they come. ``quantize`` makes
+# them:
 
 from triton_gallery_ops.quantize import dequantize, quantize
 
-
-def roof(T):
-    """Return a copy to the next rank of what T tokens send over links."""
-    size = max(1, T * k * H * (RANKS - 1) // RANKS)
-    there = KEPT[0][(RANK + 1) % RANKS].view(DTYPE)[:size]
-    return partial(there.copy_, rows.view(-1)[:size].clone())
+# %%
+# Quantized rows and their scales have to arrive bit for bit:
 
 
 def dispatch_op(x, experts, memory, float8=False):
@@ -543,7 +554,29 @@ if __name__ == "__main__":
     assert torch.equal(there, expected)
     say("float8 rows arrived with their scales")
 
-if __name__ == "__main__" and ON_GPU:
+# %%
+# *Triton* is the op, *Triton, this page* is ``dispatch``, and *PyTorch* is
+# ``dispatch_torch`` and ``combine_torch``. Dispatches begin with chosen experts
+# and end with sorted rows. The op's combine first copies results to where other
+# ranks read; *in place*, on the combine chart, experts have written them there.
+# *Roof* is PyTorch's copy of as many bytes to the next rank: a yardstick, which
+# with few tokens a kernel may exceed, as the sending above does.
+#
+# ``PyTorch / op`` divides times. The last lines compare times of a dispatch:
+# with many tokens float8 is faster, although ``quantize`` is in its time. These
+# are times of the GPU. With few tokens the CPU takes longer to launch a
+# dispatch: a CUDA graph saves that. The CPU time of *PyTorch* includes its wait
+# for the counts, and so the sleep of the GPU before each timed call.
+
+
+def roof(T):
+    """Return a copy to the next rank of what T tokens send over links."""
+    size = max(1, T * k * H * (RANKS - 1) // RANKS)
+    there = KEPT[0][(RANK + 1) % RANKS].view(DTYPE)[:size]  # its rows
+    return partial(there.copy_, rows.view(-1)[:size].clone())
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
     most = max(TOKENS)
     memory = memory_for(most, capacity=2 * most * k)
     narrow = memory_for(most, *float8, capacity=2 * most * k)
@@ -602,19 +635,22 @@ scale_kernel = None  # your kernel
 
 
 def judge(kernel, launch, expected):
-    """Launch a kernel between barriers; say if the result is as expected."""
+    """Launch a kernel between barriers; say if it is right on all ranks."""
     if kernel is None:
         return "not solved yet"
     meet_ranks()
     out = launch(kernel)
     meet_ranks()
-    return "right" if torch.equal(out[: len(expected)], expected) else "wrong"
+    right = torch.equal(out[: len(expected)], expected)
+    verdict = torch.tensor(int(right), device=DEVICE)
+    dist.all_reduce(verdict, dist.ReduceOp.MIN)
+    return "right" if verdict.item() else "wrong"
 
 
 def judge_scale(kernel):
     """Check exercise 1."""
     _, experts, _ = make_inputs(7)
-    scales = torch.arange(7.0, device=DEVICE) + 10 * RANK
+    scales = torch.arange(1.0, 8.0, device=DEVICE) + 10 * RANK  # none is 0
     wide = scales[:, None].expand(7, H).to(DTYPE)  # as rows, which we can send
     expected = dispatch_torch(wide, experts)[0][:, 0].float()
     there, table = shared(7 * k * RANKS, dtype=torch.float32)
