@@ -109,8 +109,8 @@ def make_inputs(E, R, K, N):
 # ``x`` is (R, K): the rows of all groups, one group after another. ``w`` is
 # (E, K, N), one weight for each group. A token sent to two experts is two rows
 # of ``x``. ``offsets`` (E,), int32, has each group's end, exclusive: 2, 2 and 7
-# are groups of 2, 0 and 5 rows. A loop in Python needs these numbers, and waits
-# until the GPU has them.
+# are groups of 2, 0 and 5 rows. The last end is at most R. A loop in Python needs
+# these numbers, and waits until the GPU has them.
 #
 # The run prints the *floor*, the bytes if each element is moved once, and the
 # operations (flop) for each of these bytes. By its data sheet, an H200 does
@@ -140,16 +140,16 @@ if __name__ == "__main__":
 # The first kernel
 # ----------------
 #
-# A tile of rows has rows of one group alone. Count these tiles over all groups,
-# from 0: a program computes a tile of ``y`` in tile of rows ``slot``. With the
-# offsets 2, 2 and 7, and BLOCK_M = 4:
+# A program computes a tile of ``y``, with rows of one group alone. Tiles of rows
+# are counted over all groups, from 0, and ``slot`` is the number of ours. With
+# the offsets 2, 2 and 7, and BLOCK_M = 4:
 #
-# =================================  =  =  =
-# group                              0  1  2
-# rows                               2  0  5
-# ``tiles`` of rows                  1  0  2
-# ``after``, the running sum of it   1  1  3
-# =================================  =  =  =
+# .. code-block:: text
+#
+#    group   0  1  2
+#    rows    2  0  5
+#    tiles   1  0  2   how many tiles of rows
+#    after   1  1  3   their running sum: the first tile after the group
 #
 # In which group is tile 1? The groups with ``after <= 1`` end before it. There
 # are two of them, so it is in group 2. That begins at tile ``after - tiles`` =
@@ -511,10 +511,10 @@ def show(times, results, title):
         rot=20, ylabel="TFLOP/s", title=title
     )
     plt.tight_layout()
-    print(f"{title}: the op's speed over PyTorch's, lowest and highest")
     for clock, us in CLOCKS.items():
         ratio = [us(t["PyTorch"]) / us(t["Triton"]) for t in times.values()]
-        print(f"{clock}: {min(ratio):.2f} to {max(ratio):.2f}")
+        speed = f"{min(ratio):.2f} to {max(ratio):.2f} times PyTorch's speed"
+        print(f"{title}, {clock}: the op has {speed}")
 
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
@@ -561,7 +561,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # **1.** Some programs of ``grouped`` have no rows. With one program, count the
 # tiles of rows that there are, and store the count at ``count_ptr``.
 
-count_kernel = None  # takes (offsets_ptr, count_ptr, E, BLOCK_M, BLOCK_E)
+# Takes offsets_ptr, count_ptr, E and the constexprs BLOCK_M and BLOCK_E
+count_kernel = None  # your kernel
 
 
 def judge_count(kernel):
@@ -580,7 +581,8 @@ if __name__ == "__main__":
 # **2.** Sum ``g`` over the rows of each group: this is the gradient of a bias.
 # The grid is (E, N // BLOCK_N).
 
-bias_kernel = None  # takes (g_ptr, db_ptr, offsets_ptr, N, BLOCK_M, BLOCK_N)
+# Takes g_ptr, db_ptr, offsets_ptr, N and the constexprs BLOCK_M and BLOCK_N
+bias_kernel = None  # your kernel
 
 
 def judge_bias(kernel):
