@@ -77,6 +77,10 @@ from triton_gallery.bench import gpu_time, rate_table
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 # Triton's interpreter multiplies bfloat16 wrongly.
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
+# E, R, K and N
+SIZES = (8, 32768, 768, 2048), (128, 65536, 2048, 768), (16, 4096, 4096, 14336)
+# Ends of five groups, two of them empty, for checks
+UNEVEN = torch.tensor([0, 70, 70, 71, 200], dtype=torch.int32, device=DEVICE)
 
 
 def ends(E, R, skew=0.0):
@@ -108,14 +112,12 @@ def make_inputs(E, R, K, N):
 #
 # ``x`` is (R, K): the rows of all groups, one group after another. ``w`` is
 # (E, K, N), one weight for each group. A token sent to two experts is two rows
-# of ``x``. ``offsets`` (E,), int32, has each group's end, exclusive: 2, 2 and 7
-# are groups of 2, 0 and 5 rows. The last end is at most R. A loop in Python needs
-# these numbers, and waits until the GPU has them.
-#
-# The run prints the *floor*, the bytes if each element is moved once, and the
-# operations (flop) for each of these bytes. By its data sheet, an H200 does
-# about 200 while it moves one. All three sizes have more, so arithmetic limits
-# their speed, not memory.
+# of ``x``. ``offsets`` (E,), int32, has each group's end, exclusive and at most
+# R: 2, 2 and 7 are groups of 2, 0 and 5 rows. A loop in Python waits until the
+# GPU has them. For sizes E: R x K x N, the run prints the *floor*, the bytes if
+# each element is moved once, and the operations (flop) for each byte. By its
+# data sheet, an H200 does about 200 while it moves one. All three sizes have
+# more, so arithmetic limits the speed, not memory.
 
 
 def loop(x, w, offsets):
@@ -127,9 +129,6 @@ def loop(x, w, offsets):
     return y
 
 
-SIZES = [(8, 32768, 768, 2048), (128, 65536, 2048, 768)]  # E, R, K and N
-SIZES += [(16, 4096, 4096, 14336)]
-
 if __name__ == "__main__":
     for E, R, K, N in SIZES:
         flops = 2e-6 * R * K * N  # two for each term of a sum
@@ -140,25 +139,22 @@ if __name__ == "__main__":
 # The first kernel
 # ----------------
 #
-# A program computes a tile of ``y``, with rows of one group alone. Tiles of rows
-# are counted over all groups, from 0, and ``slot`` is the number of ours. With
-# the offsets 2, 2 and 7, and BLOCK_M = 4:
+# A program computes a tile of ``y``, with rows of one group alone. ``slot`` is
+# its number among the tiles of rows of all groups, counted from 0. With the
+# offsets 2, 2 and 7, and BLOCK_M = 4:
 #
 # .. code-block:: text
 #
-#    group   0  1  2
 #    rows    2  0  5
 #    tiles   1  0  2   how many tiles of rows
 #    after   1  1  3   their running sum: the first tile after the group
 #
 # In which group is tile 1? The groups with ``after <= 1`` end before it. There
-# are two of them, so it is in group 2. That begins at tile ``after - tiles`` =
-# 1, so tile 1 is its first.
+# are two, so it is in group 2. That begins at tile ``after - tiles`` = 1.
 #
-# There are at most R // BLOCK_M full tiles, and each group has at most one that
-# is not full, so R // BLOCK_M + E programs are enough. Past the last tile,
-# ``find`` returns ``group`` = BLOCK_E, a group that does not exist, and ``row``
-# = ``end`` = 0. So check ``row < end`` before you load with ``group``.
+# At most R // BLOCK_M tiles are full, and one in each group is not, so R //
+# BLOCK_M + E programs are enough. Past the last tile, ``row`` = ``end`` = 0 and
+# ``group`` = BLOCK_E does not exist: check ``row < end`` before a load with it.
 
 
 @triton.jit
@@ -201,8 +197,7 @@ def grouped_kernel(
     offs_k = tl.arange(0, BLOCK_K)
     w_ptrs = w_ptr + (group.to(tl.int64) * K + offs_k[:, None]) * N + offs_n
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    # A program without rows makes no turns.
-    for k in range(0, tl.where(row < end, K, 0), BLOCK_K):
+    for k in range(0, tl.where(row < end, K, 0), BLOCK_K):  # no rows: no turns
         x_ptrs = x_ptr + offs_m * K + k + offs_k[None, :]
         x = tl.load(x_ptrs, mask=offs_m < end, other=0.0)  # (BLOCK_M, BLOCK_K)
         w = tl.load(w_ptrs + k * N)  # (BLOCK_K, BLOCK_N)
@@ -215,15 +210,11 @@ def grouped_kernel(
 def grouped(x, w, offsets, tile=(128, 128, 64)):
     """Return the products; rows past offsets[-1] keep what new_empty had."""
     (R, K), (E, _, N), (m, n, k) = x.shape, w.shape, tile
-    assert w.shape[1] == K
-    assert w.dtype == x.dtype
-    assert offsets.dtype == torch.int32
+    assert (w.shape[1], w.dtype, offsets.dtype) == (K, x.dtype, torch.int32)
     assert all(t.is_contiguous() for t in (x, w, offsets))
     assert K % k == N % n == 0  # masks are for rows alone
-    assert K * N < 2**31  # k * N is int32
     y = x.new_empty(R, N)
     sizes = E, K, N, *tile, triton.next_power_of_2(E)
-    # Eight warps, 256 threads, share a tile.
     grouped_kernel[R // m + E, N // n](x, w, y, offsets, *sizes, num_warps=8)
     return y
 
@@ -232,25 +223,21 @@ def grouped(x, w, offsets, tile=(128, 128, 64)):
 # Is it right?
 # ------------
 #
-# ``make_inputs``, in the folded cell above, draws ``x``, ``w`` and offsets. We
-# compare with float64. A sum of ``K`` terms in float32 loses at most
-# :math:`2^{-24} K` times the sum of their magnitudes, and the rounding to 16
-# bits at most one ``eps`` of the result. Both are multiples of the sum of
-# magnitudes, so we divide the error by that. Two of the five groups are empty,
-# and ten rows are in none.
-
-UNEVEN = torch.tensor([0, 70, 70, 71, 200], dtype=torch.int32, device=DEVICE)
+# ``UNEVEN``, in the folded cell above, has the ends of five groups, two of them
+# empty; ten rows are in none. We compare with float64. A sum of ``K`` terms in
+# float32 loses at most :math:`2^{-24} K` times the sum of their magnitudes, and
+# the rounding to 16 bits at most one ``eps`` of the result. Both are multiples
+# of the sum of magnitudes, so we divide the error by that.
 
 
 def check(product):
     x, w = draw(210, 128), draw(5, 128, 128)
     y, x, w = product(x, w, UNEVEN).double(), x.double(), w.double()
     lost = (y - loop(x, w, UNEVEN)) / loop(x.abs(), w.abs(), UNEVEN)
-    lost = lost[:200]
+    lost = lost[:200]  # the rest is in no group
     allowed = 2**-24 * 128 + torch.finfo(DTYPE).eps
     print(f"largest error {lost.abs().max():.1e}, allowed {allowed:.1e}")
-    expected = torch.zeros_like(lost)
-    torch.testing.assert_close(lost, expected, rtol=0, atol=allowed)
+    torch.testing.assert_close(lost, 0 * lost, rtol=0, atol=allowed)
 
 
 if __name__ == "__main__":
