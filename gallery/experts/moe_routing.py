@@ -16,11 +16,12 @@
 # caption = """
 # A token per program: it takes the largest of 6 logits, removes it, and takes
 # the largest again. Look at the tie in row 1: the first of two equals is taken
-# first. A block has 8 elements, of which two are masked off."""
+# first. A block has 8 elements, of which two are masked off. Experts are stored
+# one in each round, weights all at the end."""
 # registers = ["remaining", "largest", "expert", "best"]
 # inputs = { logits = "integers(1, 9, 3, 6)" }
 # call = "route(logits, 2)"
-# start = [1, 0]
+# start = [1, 1]
 #
 # [tool.triton-gallery.step_through.expected]
 # weights = "logits.topk(2).values.softmax(-1)"
@@ -45,7 +46,7 @@ A mixture of experts has many feed-forward layers, the *experts*, and sends each
 token through a few of them. A *router* chooses: it gives each expert a score,
 keeps the best, and weights what they return. Then each expert needs the rows of
 its own tokens side by side. Both steps are small and take many operators in
-PyTorch. A dense model has no router.
+PyTorch. A model without experts needs neither.
 
 After this page you can
 
@@ -57,6 +58,7 @@ After this page you can
 # sphinx_gallery_tags = ["experts", "selection", "sorting", "autograd"]
 import os
 from functools import partial
+from operator import truediv
 
 import pandas as pd
 import torch
@@ -115,18 +117,22 @@ if __name__ == "__main__":
 #
 # A program has the logits of one token in registers. It takes the largest,
 # removes it by writing -inf in its place, and starts again, ``k`` times. Of
-# equal logits ``tl.argmax`` returns the first. At least k logits have to be
-# finite, and none NaN: where only -inf is left, an expert is chosen twice. One
-# warp (``num_warps=1``) has 32 threads: for 256 experts, 8 logits in each. It
-# needs no *barrier*, at which several warps wait for each other.
+# equal logits ``tl.max`` takes the first. At least k logits have to be finite,
+# and none NaN: where only -inf is left, an expert is chosen twice. One warp
+# (``num_warps=1``) has 32 threads: for 256 experts, 8 logits in each. It needs
+# no *barrier*, at which several warps wait for each other.
 #
 # The softmax needs no pass of its own. The largest logits have the largest
 # scores, and dividing by the sum of the chosen scores cancels the sum over all
-# experts. With :math:`i` for any expert and :math:`c` for a chosen one, the
-# softmax of the chosen logits is left:
+# experts. With :math:`x` the logits, :math:`i` any expert, :math:`c` any chosen
+# one, and :math:`m` the chosen one whose weight we want, the softmax of the
+# chosen logits is left:
 #
-# .. math:: w_j = \frac{e^{x_j} / \sum_i e^{x_i}}
-#    {\sum_c e^{x_c} / \sum_i e^{x_i}} = \frac{e^{x_j}}{\sum_c e^{x_c}}.
+# .. math:: w_m = \frac{e^{x_m} / \sum_i e^{x_i}}
+#    {\sum_c e^{x_c} / \sum_i e^{x_i}} = \frac{e^{x_m}}{\sum_c e^{x_c}}.
+#
+# Any score that rises with the logit, such as a sigmoid, chooses the same
+# experts: only the lines after the loop change. With k = 1 this weight is 1.
 
 
 @triton.jit
@@ -147,8 +153,7 @@ def route_kernel(
     offs_k = tl.arange(0, BLOCK_K)  # (BLOCK_K,)
     best = tl.full((BLOCK_K,), -float("inf"), tl.float32)
     for j in range(k):
-        largest = tl.max(remaining, axis=0)
-        expert = tl.argmax(remaining, axis=0)
+        largest, expert = tl.max(remaining, axis=0, return_indices=True)
         tl.store(experts_ptr + token * k + j, expert)  # one number
         best = tl.where(offs_k == j, largest, best)
         remaining = tl.where(offs == expert, -float("inf"), remaining)
@@ -174,9 +179,10 @@ def route(logits, k):
 # Is it right?
 # ------------
 #
-# ``topk`` promises no order of equals, so we compare with a stable sort. The
-# logits of half of the tokens are rounded, so that many are equal. Weights are
-# at most 1. A softmax makes a few roundings of float32, each below 1e-7.
+# ``topk`` promises no order of equals, and float32 scores may be equal where
+# logits are not: we compare with a stable sort of the logits. Those of half of
+# the tokens are rounded, so that many are equal. Each of a softmax's few
+# roundings loses less than 1e-7 of a weight, so we allow an error of 1e-6.
 
 if __name__ == "__main__":
     logits = draw(20, 60, torch.float32)
@@ -194,7 +200,8 @@ if __name__ == "__main__":
 # ---------
 #
 # 256 experts and 8 choices, as in DeepSeek-V3, in bfloat16. The rate counts the
-# bytes of the floor. The *roof* is a plain copy of as many bytes.
+# bytes of the floor. The *roof* is the rate of a plain copy of as many bytes.
+# The last line has times of ``route`` with fewer choices: nearly as many bytes.
 
 E, CHOICES = 256, 8
 
@@ -206,7 +213,7 @@ def moved(T):
 
 def copy_of(T):
     """Return a call that copies as many bytes."""
-    size = round(moved(T) * 5e5)
+    size = round(moved(T) * 5e5)  # half is read, half written
     x = torch.empty(size, dtype=torch.int8, device=DEVICE)
     return partial(torch.empty_like(x).copy_, x)
 
@@ -221,12 +228,15 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         calls = {name: partial(op, logits, CHOICES) for name, op in ops.items()}
         times = gpu_time(calls | {"Roof": copy_of(T)})
         rows[T] = {name: round(moved(T) / t[0], 1) for name, t in times.items()}
-    print("GB/s", pd.DataFrame(rows).T.to_string(), sep="\n")
+    print("GB/s", pd.DataFrame(rows).T.rename_axis("T").to_string(), sep="\n")
+    times = gpu_time({k: partial(route, logits, k) for k in (1, 2, 4, 8)})
+    took = ", ".join(f"k = {k}: {t[0] * 1e3:.1f}" for k, t in times.items())
+    print(f"us of route, T = {T}, {took}")
 
 # %%
-# Each row is a number of tokens T. With many, ``route`` reaches the smallest
-# part of the roof. It moves as many bytes as the copy, but each of its k rounds
-# waits for the one before.
+# With many tokens, ``route`` reaches a smaller part of the roof than with few.
+# It moves as many bytes as the copy, but its k rounds, each of which needs the
+# result of the one before, take time.
 #
 # Why sort?
 # ---------
@@ -249,10 +259,12 @@ experts = torch.tensor([[2, 0], [0, 3], [2, 3]], device=DEVICE).int()
 
 def sort_torch(experts, E):
     """Return order and offsets."""
-    flat = experts.flatten()
-    order = flat.sort(stable=True).indices
-    counts = torch.bincount(flat, minlength=E)
-    return order.int(), counts.cumsum(0).int()
+    ordered, order = experts.flatten().sort(stable=True)
+    numbers = torch.arange(E, device=experts.device, dtype=torch.int32)
+    # How many choices are of each expert or one before; bincount would wait
+    # for the GPU.
+    offsets = torch.searchsorted(ordered, numbers, right=True, out_int32=True)
+    return order.int(), offsets
 
 
 if __name__ == "__main__":
@@ -276,21 +288,22 @@ if __name__ == "__main__":
 #
 # Count the choices in a table, with a row for each expert and a column for each
 # block. Take the running sum along row 0, then row 1, and so on. The sum of all
-# counts before a cell is the first two counts together: it is where that
-# expert's choices of that block *start*. For our three tokens, in two blocks of
-# up to four choices, a row is an expert, and each list has both blocks:
+# cells before a cell is the first two items of the list together: it is where
+# that expert's choices of that block *start*. For our three tokens, in two
+# blocks of up to four choices, each list has both blocks:
 
 if __name__ == "__main__":
     blocks = experts.flatten().split(4)
     counts = torch.stack([block.bincount(minlength=4) for block in blocks], 1)
     starts = counts.flatten().cumsum(0).view(4, 2) - counts
-    print(pd.DataFrame({"counts": counts.tolist(), "starts": starts.tolist()}))
+    table = pd.DataFrame({"counts": counts.tolist(), "starts": starts.tolist()})
+    print(table.rename_axis("expert"))
 
 # %%
 # Expert 2 has a choice in each block: these start at 2 and 3.
 #
 # A program of ``count_kernel`` makes one column of the table, a *histogram* of
-# its block. Every expert has to be in 0 to E - 1. ``cumsum`` makes the starts.
+# its block. ``cumsum`` makes the starts.
 
 
 @triton.jit
@@ -300,7 +313,7 @@ def count_kernel(
     pid, blocks = tl.program_id(axis=0), tl.num_programs(axis=0)
     offs = pid * BLOCK_R + tl.arange(0, BLOCK_R)  # (BLOCK_R,)
     mask = offs < R
-    expert = tl.load(experts_ptr + offs, mask=mask, other=0)
+    expert = tl.load(experts_ptr + offs, mask=mask, other=0)  # not counted
     counts = tl.histogram(expert, BLOCK_E, mask=mask)  # (BLOCK_E,)
     offs_e = tl.arange(0, BLOCK_E)
     tl.store(counts_ptr + offs_e * blocks + pid, counts, mask=offs_e < E)
@@ -310,8 +323,8 @@ def count_kernel(
 # ``place_kernel`` adds start and rank. For the rank it compares all choices of
 # a block: column c of ``same & earlier`` marks the choices before c with c's
 # expert, and the sum down the column is c's rank. So the rank is deterministic.
-# With atomic counters, which are common, the order of the rows, and the
-# rounding of sums in that order, may differ from run to run.
+# With atomic counters, which are common, the order of the rows may differ from
+# run to run, and so may the rounding of what is later summed over them.
 
 
 @triton.jit
@@ -319,8 +332,8 @@ def place_kernel(experts_ptr, starts_ptr, order_ptr, R, BLOCK_R: tl.constexpr):
     pid, blocks = tl.program_id(axis=0), tl.num_programs(axis=0)
     offs = pid * BLOCK_R + tl.arange(0, BLOCK_R)  # (BLOCK_R,)
     mask = offs < R
-    # Choices past R are later than all others, so they raise no rank.
-    expert = tl.load(experts_ptr + offs, mask=mask, other=-1)
+    # Choices past R are later than all others, so 0 there raises no rank.
+    expert = tl.load(experts_ptr + offs, mask=mask, other=0)
     same = expert[:, None] == expert[None, :]  # (BLOCK_R, BLOCK_R)
     earlier = offs[:, None] < offs[None, :]
     rank = tl.sum((same & earlier).to(tl.int32), axis=0)  # (BLOCK_R,)
@@ -329,16 +342,21 @@ def place_kernel(experts_ptr, starts_ptr, order_ptr, R, BLOCK_R: tl.constexpr):
 
 
 def sort_by_counting(experts, E, BLOCK_R=128):
-    """Return order and offsets (a strided view) of contiguous experts."""
+    """Return order and offsets of experts, each in 0 to E - 1."""
+    assert experts.is_contiguous()
+    assert experts.dtype == torch.int32
     R = experts.numel()
+    # A larger block means more comparisons, a smaller one a wider table.
     blocks = triton.cdiv(R, BLOCK_R)
+    assert 0 < R <= 2**30
+    assert E * blocks < 2**31  # the kernels' offsets are int32
     counts, order = experts.new_empty(E, blocks), experts.new_empty(R)
     BLOCK_E = triton.next_power_of_2(E)
     count_kernel[(blocks,)](experts, counts, R, E, BLOCK_R, BLOCK_E)
     ends = counts.flatten().cumsum(0, dtype=torch.int32).view(E, blocks)
     starts = ends - counts
     place_kernel[(blocks,)](experts, starts, order, R, BLOCK_R)
-    return order, ends[:, -1]
+    return order, ends[:, -1].contiguous()  # as grouped products take them
 
 
 def check_sort(sort, experts, E):
@@ -351,12 +369,12 @@ if __name__ == "__main__":
     _, many = route(draw(300, 60), 6)
     check_sort(sort_by_counting, many, 60)
     check_sort(sort_by_counting, torch.full_like(many, 7), 60)
+    check_sort(sort_by_counting, many[:1], 60)  # one block, not full
     print("sorted as PyTorch does, all choices of one expert too")
 
 # %%
 # Each choice is compared with the 128 of its block, however many experts there
-# are. Below is the GPU time of both sorts in microseconds, a row for each T. As
-# ``bincount`` makes the CPU wait, PyTorch's time may be partly the CPU's.
+# are. Below is the GPU time of both sorts, in microseconds.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     sorts = {"PyTorch": sort_torch, "counting": sort_by_counting}
@@ -365,7 +383,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         _, many = route(draw(T, E), CHOICES)
         times = gpu_time({n: partial(f, many, E) for n, f in sorts.items()})
         rows[T] = {name: f"{t[0] * 1e3:.1f}" for name, t in times.items()}
-    print("us", pd.DataFrame(rows).T.to_string(), sep="\n")
+    table = pd.DataFrame(rows).T.rename_axis("T").to_string()
+    print(f"us, {CHOICES} of {E} experts", table, sep="\n")
 
 # %%
 # The op
@@ -373,37 +392,39 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # ``moe_routing`` chooses, ``moe_routing_permutation`` sorts, and
 # ``moe_routing_with_permutation`` does both. For many tokens it launches three
-# kernels: the last adds up the counts, for which this page calls ``cumsum``.
-# For fewer tokens it compares all choices with each other, in two launches, or
-# in one for a handful. The op also
+# kernels: choose, count, and place, which adds up the counts itself (this page
+# calls ``cumsum``). Up to 4096 choices are all compared with each other, in two
+# launches, or in one for a handful of tokens. The op also
 #
 # * returns the inverse of the order, to bring the experts' results back;
 # * takes NaN and -inf, too: it compares integers made from the logits
-#   (``topk.py``), and an integer that no logit has marks a taken expert;
-# * chooses as DeepSeek-V3 does, by groups of experts and with a bias;
-# * has a gradient of the weights.
+#   (``topk.py``), and a taken expert gets an integer that no logit has;
+# * chooses as DeepSeek-V3 does: in the best groups of experts alone, and with a
+#   bias for each expert that evens out their load (``load_balance.py``);
+# * passes the gradient of the weights back to the logits.
 
 from triton_gallery_ops.moe_routing import moe_routing_with_permutation
 
 # %%
-# The results are those of this page, in each of the three ways:
+# In one launch, in two, and in three, the results are those of this page:
 
 if __name__ == "__main__":
-    for T in (5, 100, 1100):  # in one launch, in two, and in three
+    for T in (5, 100, 1100):
         logits = draw(T, 60)
         result = moe_routing_with_permutation(logits, 4)
         weights, experts, order, inverse, offsets = result
         torch.testing.assert_close(result[:2], route(logits, 4))
         assert all(map(torch.equal, (order, offsets), sort_torch(experts, 60)))
+        assert torch.equal(order.argsort().int(), inverse.flatten())
 
 # %%
 # The result
 # ----------
 #
-# From logits to order and offsets: *Triton* is the op. *PyTorch's best* is the
-# faster of PyTorch and ``torch.compile`` at each size; where its point has a
-# ring, the ratio may count time of the CPU. The last two lines are the op's GPU
-# time. If its CPU time is longer, a model sees that, except in a CUDA graph.
+# From logits to order and offsets: *Triton* is the op. Below the chart it is
+# compared with *PyTorch's best*, the faster of PyTorch and ``torch.compile`` at
+# each size: first by GPU time, then by the longer of a call's GPU and CPU time,
+# which a model sees unless a CUDA graph replays the call.
 
 
 def on_this_page(logits):
@@ -420,8 +441,7 @@ def calls_for(T):
     """Return what is timed for T tokens, by name."""
     torch.compiler.reset()  # past eight sizes it would raise
     logits = draw(T, E)
-    # Not fullgraph=True: torch.compile splits the graph at bincount.
-    fast = torch.compile(in_torch, dynamic=False)
+    fast = torch.compile(in_torch, dynamic=False, fullgraph=True)
     return {
         "Triton": partial(moe_routing_with_permutation, logits, CHOICES),
         "Triton, this page": partial(on_this_page, logits),
@@ -432,6 +452,11 @@ def calls_for(T):
 
 
 TOKENS = [1, 16, 64, 256, 1024, 4096, 16384, 65536]
+OTHERS = "PyTorch", "torch.compile"
+CLOCKS = {
+    "GPU time": lambda t: t[0] * 1e3,
+    "longer of GPU and CPU time": lambda t: max(t[0] * 1e3, t[3]),
+}
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     times = {T: gpu_time(calls_for(T)) for T in TOKENS}
@@ -439,12 +464,16 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     print(results.to_string())
     wide = results.pivot(index="T", columns="series", values="GB/s")
     wide.plot(loglog=True, title="from logits to sorted choices, bfloat16")
-    best = wide[["PyTorch", "torch.compile"]].max(axis=1)
-    for who in ("Triton", "Triton, this page"):
-        low, *_, high = sorted(wide[who] / best)
-        print(f"{who}: {low:.1f} to {high:.1f} times PyTorch's best")
+    for clock, us in CLOCKS.items():
+        best = [min(us(t[who]) for who in OTHERS) for t in times.values()]
+        for who in ("Triton", "Triton, this page"):
+            ours = [us(t[who]) for t in times.values()]
+            low, *_, high = sorted(map(truediv, best, ours))
+            ratio = f"{low:.1f} to {high:.1f} times PyTorch's best"
+            print(f"{clock}, {who}: {ratio}")
     for T in (1, 16384):
-        print(f"{T} tokens: {times[T]['Triton'][0] * 1e3:.1f} us")
+        gpu, _, _, cpu, _ = times[T]["Triton"]
+        print(f"T = {T}, the op: GPU {gpu * 1e3:.1f} us, CPU {cpu:.1f} us")
 
 # %%
 # Exercises
@@ -455,7 +484,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # **1.** Experts return rows in the order of ``order``. To bring them back,
 # store its inverse: for each choice ``order[p]``, its place p.
 
-inverse_kernel = None  # your kernel: order_ptr, inverse_ptr, R, BLOCK_R
+# Takes order_ptr, inverse_ptr, R, BLOCK_R: tl.constexpr
+inverse_kernel = None  # your kernel
 
 
 def check(kernel, inputs, expected, *sizes):
@@ -486,7 +516,8 @@ if __name__ == "__main__":
 # of its expert. Store at ``order[p]`` its *slot*, ``expert * CAPACITY`` plus
 # the position, or -1 from position CAPACITY on.
 
-# Takes experts_ptr, order_ptr, offsets_ptr, slots_ptr, R, CAPACITY, BLOCK_R
+# Takes experts_ptr, order_ptr, offsets_ptr, slots_ptr, R, CAPACITY and
+# BLOCK_R: tl.constexpr
 capacity_kernel = None  # your kernel
 
 
