@@ -78,20 +78,17 @@ from triton_gallery.counting import Traffic
 # where :math:`c_e` counts the choices of expert :math:`e`, its *load*, and
 # :math:`p_{t,e}` is its probability for token :math:`t`: the softmax of the
 # token's logits. All :math:`P_e` add up to 1, so equal loads,
-# :math:`f_e = k / E`, make L equal to k. Counts have no gradient, so
-# :math:`f_e` only weights :math:`P_e`: training lowers the probabilities of the
-# experts that are chosen most, and what these lose, the others gain.
-#
-# ``Traffic`` counts the bytes that PyTorch's operators move. The *floor* is the
-# least that any way must move: logits and chosen experts, read once.
+# :math:`f_e = k / E`, make L equal to k. Counts have no gradient: training
+# lowers the :math:`P_e` of the experts that are chosen most, and the others'
+# rise. ``Traffic`` counts the bytes that PyTorch's operators move; the *floor*
+# is what any way must move: logits and chosen experts, read once.
 
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 
 
 def draw(T, E, k, dtype=torch.bfloat16):
     """Return random logits, and the k experts with the largest."""
-    kind = {"device": DEVICE, "dtype": torch.float32}
-    logits = torch.randn(T, E, generator=generator, **kind).to(dtype)
+    logits = torch.randn(T, E, generator=generator, device=DEVICE).to(dtype)
     return logits, logits.topk(k).indices.int()
 
 
@@ -121,16 +118,14 @@ if __name__ == "__main__":
 # Each program takes ``rows`` tokens, adds up probabilities and choices for each
 # expert, and stores both sums in a row of its own. PyTorch adds up the rows.
 # Without atomic operations the order of all additions is fixed: the loss is
-# deterministic. For the few logits of a token one warp is enough; 1024 such
-# programs are several for each multiprocessor of a large GPU.
+# deterministic. A program is one warp, enough for the few logits of a token.
 
 
 @triton.jit
 def sums_kernel(
     x_ptr, experts_ptr, sums_ptr, counts_ptr, T, E, k, BLOCK_E: tl.constexpr
 ):
-    # In int32, token * E would overflow past element 2**31.
-    pid = tl.program_id(axis=0).to(tl.int64)
+    pid = tl.program_id(axis=0).to(tl.int64)  # token * E may pass 2**31
     rows = tl.cdiv(T, tl.num_programs(axis=0))
     offs = tl.arange(0, BLOCK_E)  # (BLOCK_E,)
     sums = tl.zeros((BLOCK_E,), dtype=tl.float32)
@@ -215,7 +210,6 @@ def time_forward(**ops):
     """Print the rates of ways to add up, of PyTorch and of the roof."""
     rows = {}
     for T in (1024, 16384, 131072):
-        torch.compiler.reset()
         inputs = draw(T, E, CHOICES)
         fast = torch.compile(loss_torch, dynamic=False, fullgraph=True)
         calls = {n: partial(loss_of, op, *inputs) for n, op in ops.items()}
@@ -223,6 +217,7 @@ def time_forward(**ops):
         calls |= {"torch.compile": partial(fast, *inputs), "Roof": copy_of(T)}
         times = gpu_time(calls)
         rows[T] = {name: round(moved(T) / t[0], 1) for name, t in times.items()}
+        torch.compiler.reset()  # past eight sizes it would raise
     table = pd.DataFrame(rows).T.rename_axis(columns="T")
     print("GB/s", table.to_string(), sep="\n")
 
@@ -468,7 +463,7 @@ if __name__ == "__main__":
 
 def calls_for(T):
     """Return forwards and backwards that are timed for T tokens, by name."""
-    torch.compiler.reset()  # past eight sizes it would raise
+    torch.compiler.reset()
     logits, experts = draw(T, E, CHOICES)
     forwards, backwards = {"Roof": copy_of(T)}, {"Roof": logits.clone}
     fast = torch.compile(loss_torch, dynamic=False, fullgraph=True)
