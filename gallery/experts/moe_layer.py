@@ -171,7 +171,7 @@ def hidden(x, gate_up, order, offsets, k, tile=(128, 128, 64)):
     assert all(t.is_contiguous() for t in (x, gate_up, order, offsets))
     h = x.new_empty(len(order), F)
     tensors = x, gate_up, h, order, offsets
-    # 4 warps would have 256 sums a thread, which has at most 255 registers.
+    # With 4 warps, gate and up would take 256 of a thread's 255 registers.
     hidden_kernel[(F // tile[1], E)](*tensors, k, H, F, *tile, num_warps=8)
     return h
 
@@ -241,7 +241,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # The copy, the product, silu and the multiplication by up are four kernels, and
 # each reads what the one before it stored. Our kernel saves these bytes. The
 # cell prints them beside the *floor*, the bytes that any layer moves: weights,
-# ``x`` and the result. For one token, the floor is nearly all weights; for the
+# ``x`` and the result. For one token, the floor is nearly all weights; for
 # 32768 tokens, the kernel saves about three times the floor.
 #
 # In the table of times, ``hidden_kernel`` and *PyTorch* differ only in how they
@@ -352,9 +352,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # The gradients
 # -------------
 #
-# For one choice, :math:`a = \mathrm{gate}\,x` and :math:`u = \mathrm{up}\,x`,
-# and the expert returns :math:`\mathrm{down}\,h`, with
-# :math:`h = \mathrm{silu}(a)\,u`. Let :math:`w` be the weight of the choice,
+# For one choice, with columns for the code's rows, :math:`a = \mathrm{gate}\,x`
+# and :math:`u = \mathrm{up}\,x`. The expert returns :math:`\mathrm{down}\,h`,
+# with :math:`h = \mathrm{silu}(a)\,u`. Let :math:`w` be the choice's weight,
 # :math:`g` the gradient of the token's result, and
 # :math:`q = \mathrm{down}^T g`, a grouped product. Then
 #
@@ -513,7 +513,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # %%
 # For a few tokens T, as in decoding, the table divides the bytes of the chosen
 # experts' weights by the time of the layer. *copy* reads and writes as many
-# bytes in all. For one token the op is far from the copy; for more it is near.
+# bytes in all. For one token the op is far below the copy, for more less far.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     rows = {}
