@@ -438,7 +438,6 @@ if __name__ == "__main__":
 from triton_gallery_ops.moe_layer import moe_layer
 
 # %%
-# The op passes the check of this page:
 
 if __name__ == "__main__":
     check(moe_layer)
