@@ -14,8 +14,8 @@
 # kernel = "sums_kernel"
 # caption = """
 # Each program adds up the probabilities and the choices of two tokens; the last
-# one has one token. Of four lanes, one is masked off: without the mask it would
-# load the next token's first logit."""
+# one has one token. Of the four elements of a load, one is masked off: without
+# the mask it would be the next token's first logit."""
 # registers = ["x", "sums", "expert", "counts"]
 # inputs = { logits = "integers(1, 4, 5, 3)" }
 # call = "add_up(logits.float(), logits.topk(2).indices.int(), 3)"
@@ -39,7 +39,7 @@ Only training needs this: in a served model the router is fixed.
 After this page you can
 
 * write the auxiliary loss, and say why it balances;
-* add up over all tokens in one pass, and always in the same order;
+* add up probabilities and choices in one pass, in the same order in each run;
 * derive its gradient, and say which of the two remedies needs a kernel.
 """
 
@@ -77,18 +77,18 @@ from triton_gallery.counting import Traffic
 #
 # where :math:`c_e` counts the choices of expert :math:`e`, its *load*, and
 # :math:`p_{t,e}` is its probability for token :math:`t`: the softmax of the
-# token's logits. Equal loads, :math:`f_e = k / E`, make L equal to k. Counts
-# have no gradient, so :math:`f_e` only weights :math:`P_e`: training lowers the
-# probabilities of the experts that are chosen most. ``Traffic`` counts the
-# bytes that operators move, the *floor* those of logits and chosen experts.
+# token's logits. All :math:`P_e` add up to 1, so equal loads,
+# :math:`f_e = k / E`, make L equal to k. Counts have no gradient: training
+# lowers the :math:`P_e` of the experts that are chosen most, and the others'
+# rise. ``Traffic`` counts the bytes that PyTorch's operators move; the *floor*
+# is what any way must move: logits and chosen experts, read once.
 
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 
 
 def draw(T, E, k, dtype=torch.bfloat16):
     """Return random logits, and the k experts with the largest."""
-    kind = {"device": DEVICE, "dtype": torch.float32}
-    logits = torch.randn(T, E, generator=generator, **kind).to(dtype)
+    logits = torch.randn(T, E, generator=generator, device=DEVICE).to(dtype)
     return logits, logits.topk(k).indices.int()
 
 
@@ -100,7 +100,7 @@ def loss_torch(logits, experts):
     counts = counts.scatter_add(0, flat, torch.ones_like(flat).int())
     wide = torch.promote_types(logits.dtype, torch.float32)
     P = logits.to(wide).softmax(-1).mean(0)
-    return E * (counts / T * P).sum()
+    return E * (counts * P / T).sum()
 
 
 if __name__ == "__main__":
@@ -116,16 +116,16 @@ if __name__ == "__main__":
 # ----------------
 #
 # Each program takes ``rows`` tokens, adds up probabilities and choices for each
-# expert, and stores both sums in a row of its own. PyTorch adds up the
-# rows. Without atomic operations the order of all additions is fixed: the loss
-# is deterministic. For the few logits of a token one warp is enough.
+# expert, and stores both sums in a row of its own. PyTorch adds up the rows.
+# Without atomic operations the order of all additions is fixed: the loss is
+# deterministic. A program is one warp, enough for the few logits of a token.
 
 
 @triton.jit
 def sums_kernel(
     x_ptr, experts_ptr, sums_ptr, counts_ptr, T, E, k, BLOCK_E: tl.constexpr
 ):
-    pid = tl.program_id(axis=0).to(tl.int64)
+    pid = tl.program_id(axis=0).to(tl.int64)  # token * E may pass 2**31
     rows = tl.cdiv(T, tl.num_programs(axis=0))
     offs = tl.arange(0, BLOCK_E)  # (BLOCK_E,)
     sums = tl.zeros((BLOCK_E,), dtype=tl.float32)
@@ -144,6 +144,7 @@ def sums_kernel(
 
 def add_up(logits, experts, programs=1024):
     """Return sums of probabilities, and loads: a row for each program."""
+    assert all(t.is_contiguous() for t in (logits, experts))
     (T, E), k = logits.shape, experts.shape[1]
     sums = torch.empty(programs, E, device=logits.device)
     counts = torch.empty_like(sums, dtype=torch.int32)
@@ -154,7 +155,7 @@ def add_up(logits, experts, programs=1024):
 
 
 def loss_of(way, logits, experts):
-    """Return the loss; ``way`` adds up contiguous logits and experts."""
+    """Return the loss; ``way`` adds up, a row for each program."""
     T, E = logits.shape
     sums, counts = way(logits, experts)
     return E * (counts.sum(0) / T * (sums.sum(0) / T)).sum()
@@ -188,8 +189,8 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# 128 experts and 8 choices, as in Qwen3-MoE, in bfloat16; a row for each T. The
-# rate counts the bytes of the floor. The *roof* is a copy of as many bytes.
+# 128 experts and 8 choices, as in Qwen3-MoE, in bfloat16, for T tokens. The
+# rate counts the bytes of the floor; the *roof* is a copy that moves as many.
 
 E, CHOICES = 128, 8
 
@@ -209,7 +210,6 @@ def time_forward(**ops):
     """Print the rates of ways to add up, of PyTorch and of the roof."""
     rows = {}
     for T in (1024, 16384, 131072):
-        torch.compiler.reset()
         inputs = draw(T, E, CHOICES)
         fast = torch.compile(loss_torch, dynamic=False, fullgraph=True)
         calls = {n: partial(loss_of, op, *inputs) for n, op in ops.items()}
@@ -217,14 +217,17 @@ def time_forward(**ops):
         calls |= {"torch.compile": partial(fast, *inputs), "Roof": copy_of(T)}
         times = gpu_time(calls)
         rows[T] = {name: round(moved(T) / t[0], 1) for name, t in times.items()}
-    print("GB/s", pd.DataFrame(rows).T.to_string(), sep="\n")
+        torch.compiler.reset()  # past eight sizes it would raise
+    table = pd.DataFrame(rows).T.rename_axis(columns="T")
+    print("GB/s", table.to_string(), sep="\n")
 
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     time_forward(add_up=add_up)
 
 # %%
-# ``add_up`` is far below the roof at every size.
+# ``add_up`` passes PyTorch at every size and ``torch.compile`` at the largest,
+# but it is far below the roof everywhere.
 #
 # Many tokens at once
 # -------------------
@@ -233,7 +236,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # of their loads are under way at once. The accumulator ``sums`` is a tile of
 # that shape, too: inside the loop each thread adds to its own elements, and the
 # tile's rows are added up once, after the loop. ``tl.histogram(experts, N,
-# mask)`` counts how often each of 0 to N - 1 is in a tile.
+# mask)`` counts how often each of 0 to N - 1 is in a tile; N is a power of two.
 
 
 @triton.jit
@@ -258,8 +261,8 @@ def tiles_kernel(
     counts = tl.zeros((BLOCK_E,), dtype=tl.int32)
     for first in range(pid * rows, end, BLOCK_T):
         token = first + tl.arange(0, BLOCK_T)[:, None]  # (BLOCK_T, 1)
-        # Clamp past T to the last token. The tile may also reach into the next
-        # program's tokens: tl.where drops both.
+        # Past T, load the last token again: a row of -inf alone would be NaN.
+        # tl.where drops these rows, and those of the next program's tokens.
         ptrs = x_ptr + tl.minimum(token, T - 1) * E + offs
         x = tl.load(ptrs, mask=offs < E, other=-float("inf")).to(tl.float32)
         e = tl.exp(x - tl.max(x, axis=1, keep_dims=True))
@@ -277,8 +280,10 @@ def tiles_kernel(
 
 def add_up_tiles(logits, experts, programs=512):
     """Return what add_up does, by tiles of at most 4096 logits or a token."""
+    assert all(t.is_contiguous() for t in (logits, experts))
     (T, E), k = logits.shape, experts.shape[1]
     BLOCK_E = triton.next_power_of_2(E)
+    # 4096 logits are 32 in each thread of 4 warps, Triton's default.
     BLOCK_T = max(min(128, 4096 // BLOCK_E), 1)
     BLOCK_K = triton.next_power_of_2(BLOCK_T * k)
     programs = min(programs, triton.cdiv(T, BLOCK_T))
@@ -299,8 +304,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     time_forward(add_up=add_up, add_up_tiles=add_up_tiles)
 
 # %%
-# Tiles gain most where tokens are many. The time includes ``loss_of``, where
-# several PyTorch operators add up the rows; the op has a kernel for it.
+# Tiles gain at every size, most at the largest; only there do they pass
+# ``torch.compile``. The time includes ``loss_of``, where several PyTorch
+# operators add up the programs' rows; the op has one kernel for that.
 #
 # The gradient
 # ------------
@@ -311,8 +317,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # .. math:: \frac{\partial L}{\partial x_{t,e}} = p_{t,e}
 #    \left( s_e - \sum_i p_{t,i} s_i \right).
 #
-# We compute the probabilities again: to store them would cost a write in the
-# forward pass, and to read them costs no less than to read the logits.
+# We compute the probabilities again: storing them would cost a write in the
+# forward pass, and save no read in the backward pass.
 
 
 @triton.jit
@@ -332,39 +338,42 @@ def gradient_kernel(
 
 
 def gradient(logits, counts):
-    """Return the gradient of the logits, given the load of each expert."""
+    """Return the logits' gradient, given loads, where the loss's own is 1."""
+    assert logits.is_contiguous()
     T, E = logits.shape
     BLOCK_E = triton.next_power_of_2(E)
     BLOCK_T = max(min(128, 4096 // BLOCK_E), 1)
     out, s = torch.empty_like(logits), E * (counts / T / T)
     grid = (triton.cdiv(T, BLOCK_T),)
-    gradient_kernel[grid](
-        logits, s, out, T, E, BLOCK_T=BLOCK_T, BLOCK_E=BLOCK_E
-    )
+    gradient_kernel[grid](logits, s, out, T, E, BLOCK_T, BLOCK_E)
     return out
 
 
 if __name__ == "__main__":
-    logits, experts = draw(100, 60, 6, torch.float32)
-    _, counts = add_up_tiles(logits, experts)
-    made = gradient(logits, counts.sum(0)).double()
-    logits = logits.double().requires_grad_()
-    loss_torch(logits, experts).backward()
-    # A few float32 roundings, divided by T as the gradient of a mean is.
-    atol = 1e-6 / len(logits)
-    error = (made - logits.grad).abs().max().item()
-    print(f"largest error {error:.1e}, allowed {atol:.1e}")
-    torch.testing.assert_close(made, logits.grad, rtol=0, atol=atol)
+    for dtype in (torch.float32, torch.bfloat16):
+        logits, experts = draw(100, 60, 6, dtype)
+        _, counts = add_up_tiles(logits, experts)
+        made = gradient(logits, counts.sum(0)).double()
+        logits = logits.double().requires_grad_()
+        loss_torch(logits, experts).backward()
+        # A few float32 roundings, divided by T as the gradient of a mean is;
+        # then one to the dtype.
+        atol, rtol = 1e-6 / len(logits), torch.finfo(dtype).eps
+        error = (made - logits.grad).abs().max().item()
+        allowed = f"{atol:.1e} + {rtol:.1e} times the gradient"
+        print(f"{dtype}: largest error {error:.1e}, allowed {allowed}")
+        torch.testing.assert_close(made, logits.grad, rtol=rtol, atol=atol)
 
 # %%
 # A bias in place of a loss
 # -------------------------
 #
 # The gradient of the auxiliary loss competes with that of the model's own loss.
-# DeepSeek-V3 adds a bias to the scores instead, only to choose: the experts'
-# weights come from the scores without it. After each step the bias of an expert
-# with less than the mean load rises by a fixed rate; with more, it falls. The
-# loads are the differences of ``offsets`` (*Route tokens to experts*):
+# DeepSeek-V3 adds a bias to the scores instead. The bias takes part only in the
+# choice; an expert's weight is its score without the bias. After each step the
+# bias of an expert with less than the mean load rises by a fixed rate; with
+# more, it falls. ``offsets`` (*Route tokens to experts*) has the sum of the
+# loads up to each expert, so the loads are its differences:
 
 
 def update_(bias, offsets, rate):
@@ -384,14 +393,15 @@ def update_(bias, offsets, rate):
 #
 # Eight experts, each a matrix, and a router with two choices learn a map for
 # each of 16 kinds of tokens: with no remedy, with the auxiliary loss times 0.1,
-# and with the bias. All tokens share a large part, so at first the router
-# scores them alike. This runs on the CPU, so that every machine draws the same.
+# and with the bias. All tokens have a large vector in common, so at first the
+# router scores them alike. This runs on the CPU: every machine draws the same.
 # *Idle* experts get no token in the last step; the loss is the model's own.
 
 
 def train(way, N=512):
     """Return the loss and the experts' loads in the last of 500 steps."""
     normal = partial(torch.randn, generator=torch.Generator().manual_seed(1))
+    # A kind's tokens are near its center; its map is what experts should learn.
     centers, maps = normal(16, 16) + 3 * normal(16), normal(16, 16, 16) / 4
     router = (normal(16, 8) / 4).requires_grad_()
     matrices, bias = torch.zeros(8, 16, 16, requires_grad=True), torch.zeros(8)
@@ -404,6 +414,7 @@ def train(way, N=512):
         experts = (scores + bias).topk(2).indices
         chosen = torch.zeros(N, 8).scatter(1, experts, 1)
         weights = scores * chosen / (scores * chosen).sum(-1, keepdim=True)
+        # y[t] = sum over n of weights[t, n] * x[t] @ matrices[n]
         y = torch.einsum("tn,td,ndf->tf", weights, x, matrices)
         loss = (y - torch.einsum("td,tdf->tf", x, maps[kind])).square().mean()
         extra = loss_torch(logits, experts) if way == "auxiliary loss" else 0
@@ -423,16 +434,16 @@ if __name__ == "__main__":
         assert (idle > 0) == (way == "nothing")
 
 # %%
-# With no remedy, some experts are idle; with either, none is. This is one small
-# model with one seed.
+# With no remedy, some experts are idle, and the loss is the largest; with
+# either, none is idle. This is one small model with one seed.
 #
 # The op
 # ------
 #
 # ``load_balance_loss(logits, experts)`` is this gallery's op, with a gradient.
 # Its second kernel adds up the programs' rows. The op also takes a mask that
-# leaves out padding, and computes DeepSeek-V3's loss, which is the mean of one
-# loss per sequence and takes sigmoid scores.
+# leaves out padding, and computes DeepSeek-V3's loss: one for each sequence,
+# averaged, with sigmoid scores in place of the softmax.
 
 from triton_gallery_ops.load_balance import load_balance_loss
 
@@ -446,13 +457,13 @@ if __name__ == "__main__":
 # ----------
 #
 # Forward and backward, for 128 experts. *Triton* is the op; *PyTorch's best* is
-# the faster of PyTorch and ``torch.compile`` at each size. The first line below
-# the chart is forward, the second backward; below 1.0 the op is slower.
+# the faster of PyTorch and ``torch.compile`` at each size. Rates are of GPU
+# time: they count where a program waits for the GPU, not for the CPU.
 
 
 def calls_for(T):
     """Return forwards and backwards that are timed for T tokens, by name."""
-    torch.compiler.reset()  # past eight sizes it would raise
+    torch.compiler.reset()
     logits, experts = draw(T, E, CHOICES)
     forwards, backwards = {"Roof": copy_of(T)}, {"Roof": logits.clone}
     fast = torch.compile(loss_torch, dynamic=False, fullgraph=True)
@@ -471,9 +482,8 @@ def show(results, way):
     wide = results.pivot(index="T", columns="series", values="GB/s")
     wide.plot(loglog=True, title=f"auxiliary loss, {way}, bfloat16")
     ratio = wide["Triton"] / wide[["PyTorch", "torch.compile"]].max(axis=1)
-    print(
-        f"Triton: {ratio.min():.1f} to {ratio.max():.1f} times PyTorch's best"
-    )
+    span = f"{ratio.min():.1f} to {ratio.max():.1f}"
+    print(f"{way}: Triton's rate is {span} times that of PyTorch's best")
 
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
@@ -487,6 +497,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     show(results_backward, "backward")
 
 # %%
+# The loss gains by a kernel in its forward pass; the backward pass that
+# ``torch.compile`` makes is about as fast as ours, and faster for few tokens.
+#
 # Exercises
 # ---------
 #
@@ -518,10 +531,11 @@ if __name__ == "__main__":
     judge(check_update, update_kernel)
 
 # %%
-# **2.** ST-MoE adds another loss, the *z-loss*: take the log-sum-exp of each
-# token's logits, square it, and take the mean over tokens. Write a kernel whose
-# programs each store the sum of the squares for their tokens. ``tl.log`` is the
-# logarithm; subtract the maximum first, because these logits are large.
+# **2.** ST-MoE adds another loss, the *z-loss*, which keeps logits small: the
+# mean over tokens of :math:`z_t^2`, with :math:`z_t = \log \sum_e e^{x_{t,e}}`.
+# Write a kernel whose programs each store the sum of the squares for their
+# tokens. The check adds 100 to the logits, so ``tl.exp`` would overflow:
+# subtract the maximum first, and add it again after ``tl.log``.
 
 z_kernel = None  # takes (x_ptr, sums_ptr, T, E, BLOCK_E)
 
@@ -562,8 +576,7 @@ if __name__ == "__main__":
     assert judge(check_update, update_answer_kernel)
 
 # %%
-# **2.** The maximum is subtracted before ``tl.exp``, or it would overflow, and
-# added after the logarithm.
+# **2.** A sum that a loop adds to may start as a Python float:
 
 
 @triton.jit

@@ -247,12 +247,12 @@ def _load_balance_plan(logits, score):
 
 
 def _load_balance_tensors(logits, mask):
-    """Return logits with contiguous rows, the mask as numbers, and its size."""
+    """Return logits with contiguous rows, a contiguous mask, and its size."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     if mask is None:
         return logits, None, 1
+    # A bool goes as it is: Inductor of PyTorch 2.11 lowers no view of it.
     mask = mask.contiguous()
-    mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
     return logits, mask, mask.numel()
 
 

@@ -2,6 +2,7 @@
 
 # ruff: noqa: N806 - T tokens and E experts, as in the recipe
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from case import Case, Draw, Exact, Refused, accumulator
-from compiled import Ask, stack
+from compiled import Ask, graphs, stack
 from hypothesis import strategies as st
 from inputs import DEVICE, Layout
 
@@ -285,14 +286,14 @@ def test_beyond_int32(taken: ModuleType) -> None:
 def spills(taken: ModuleType) -> dict[str, int]:
     """Return the bytes that threads spill."""
     results = {}
-    types = {"experts_ptr": "i32", "mask_ptr": "u8", "counts_ptr": "i32", "tokens_ptr": "i32"}
+    types = {"experts_ptr": "i32", "mask_ptr": "i1", "counts_ptr": "i32", "tokens_ptr": "i32"}
     for dtype in ("bf16", "fp32"):
         for E in (8, 128, 256, 1024):
             x = torch.empty(1, E, dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[dtype], device="meta")
             plan = taken._load_balance_plan(x, "softmax")
             known = {"sums_ptr": "fp32", "k": 8, "CHUNK": 128 * plan["num_warps"], **types, **plan}
             results[f"{E} {dtype}"] = stack(taken._load_balance_kernel, dtype, multiples=("stride",), **known)
-            backward = {"grad_ptr": "fp32", "slopes_ptr": "fp32", "mask_ptr": "u8", **plan}
+            backward = {"grad_ptr": "fp32", "slopes_ptr": "fp32", "mask_ptr": "i1", **plan}
             kernel = taken._load_balance_backward_kernel
             results[f"{E} {dtype}, backward"] = stack(kernel, dtype, multiples=("stride",), **backward)
     return results
@@ -303,6 +304,20 @@ def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     """Nothing is spilled."""
     (spilled,) = on_h100(gallery / RECIPE, spills)
     assert max(spilled.values()) == 0, spilled
+
+
+def traced(taken: ModuleType) -> list[list[str]]:
+    """Return the graphs of the op with a mask of bool, forward and backward."""
+    experts, mask = torch.zeros(12, 2, dtype=torch.int32), torch.ones(6, dtype=torch.bool)
+    return graphs(taken.load_balance_loss, torch.randn(12, 8, requires_grad=True), experts, mask)
+
+
+def test_torch_compile_takes_a_mask_as_it_is(gallery: Path, on_h100: Ask) -> None:
+    """A mask of bool costs no launch, and no view as another dtype, which Inductor of PyTorch 2.11 does not lower."""
+    (forward_and_backward,) = on_h100(gallery / RECIPE, traced)
+    for graph, kernels in zip(forward_and_backward, (2, 1), strict=True):
+        assert sum(call.startswith("triton_kernel_wrapper") for call in graph) == kernels
+        assert not [call for call in graph if re.match(r"aten\.(view\.dtype|clone|copy|_to_copy)", call)]
 
 
 def test_page(printed: Callable[[str], str]) -> None:
