@@ -13,6 +13,7 @@
 #
 # [tool.triton-gallery.not_for]  # float8_e4m3fn needs compute capability 8.9
 # norm_kernel = ["sm_80"]
+# residual_kernel = ["sm_80"]
 # swiglu_kernel = ["sm_80"]
 #
 # [[tool.triton-gallery.step_through]]
