@@ -822,11 +822,15 @@ def test_chart_is_small() -> None:
     assert len(BeautifulSoup(chart.chart(table), "html.parser").find_all()) < 80
 
 
-def test_axis_that_does_not_begin_at_zero_says_so() -> None:
-    xs, rates = [1.0, 2.0, 3.0], {"Triton": [5000.0, 400.0, 3.0]}
-    drawn = BeautifulSoup(chart.chart(Table("results", "N", "GB/s", xs, rates, {}, {}, {}, {})), "html.parser")
-    assert drawn.select_one(".legend span").text == "GB/s, logarithmic"
-    assert [tick.text for tick in drawn.select(".rates text")] == ["1", "10", "100", "1000", "10000"]
+@pytest.mark.parametrize("rates", [[5000.0, 400.0, 3.0], [3.0, 400.0, 5000.0]], ids=["falls", "rises"])
+def test_axis_that_does_not_begin_at_zero_says_so(rates: list[float]) -> None:
+    """Rates that fall or rise so far have a logarithmic axis; a rise to a roof, as of most pages, has none."""
+    both = [rates, [110.0, 400.0, 5000.0]]
+    tables = (Table("results", "N", "GB/s", [1.0, 2.0, 3.0], {"Triton": each}, {}, {}, {}, {}) for each in both)
+    steep, even = (BeautifulSoup(chart.chart(table), "html.parser") for table in tables)
+    assert steep.select_one(".legend span").text == "GB/s, logarithmic"
+    assert [tick.text for tick in steep.select(".rates text")] == ["1", "10", "100", "1000", "10000"]
+    assert even.select_one(".legend span").text == "GB/s"
 
 
 def test_figure_has_buttons_for_what_differs() -> None:

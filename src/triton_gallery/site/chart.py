@@ -93,7 +93,7 @@ def png(table: Table) -> bytes:
             axes.vlines(range(len(values)), lows, highs, color=color, alpha=0.4, linewidth=4)
         late = [value if table.is_cpu_bound(name, index) else math.nan for index, value in enumerate(numbers)]
         axes.plot(late, "o", markersize=9, color=color, fillstyle="none")
-    if _falls(table):
+    if _is_steep(table):
         axes.set_yscale("log")
     else:
         axes.set_ylim(bottom=0)
@@ -110,7 +110,7 @@ def png(table: Table) -> bytes:
 
 def _title(table: Table) -> str:
     """Return the title of a chart: the unit, the kind of benchmark, and that the axis does not begin at 0."""
-    return ", ".join(filter(None, [table.unit, table.kind, "logarithmic" if _falls(table) else ""]))
+    return ", ".join(filter(None, [table.unit, table.kind, "logarithmic" if _is_steep(table) else ""]))
 
 
 def _size_title(table: Table) -> str:
@@ -130,10 +130,17 @@ def _is_ordered(table: Table) -> bool:
     return all(isinstance(x, float) for x in table.xs) and table.xs == sorted(table.xs)
 
 
-def _falls(table: Table) -> bool:
-    """Whether the rates fall so far that the ends of the lines would coincide on a linear axis."""
+def _is_steep(table: Table) -> bool:
+    """Whether lines would coincide at an end of a linear axis, as all rates there are so low.
+
+    Rates often rise to a roof, where a logarithmic axis would hide small differences: so a rise has to be steeper.
+    """
     series = [values for values in ([value for value in all_ if value] for all_ in table.series.values()) if values]
-    return bool(series) and _is_ordered(table) and max(values[-1] for values in series) < max(map(max, series)) / 10
+    if not series or not _is_ordered(table):
+        return False
+    first, last = (max(values[place] for values in series) for place in (0, -1))
+    highest = max(map(max, series))
+    return last < highest / 10 or first < highest / 50
 
 
 def _axis(table: Table) -> _Axis:
@@ -141,7 +148,7 @@ def _axis(table: Table) -> _Axis:
     kinds = (table.series, table.p20, table.p80)
     rates = [value for kind in kinds for values in kind.values() for value in values if value]
     highest = max(rates, default=1.0)
-    if _falls(table):
+    if _is_steep(table):
         first, last = math.floor(math.log10(min(rates))), math.ceil(math.log10(highest))
         powers = range(first, last + MOST_STEPS, math.ceil((last - first) / MOST_STEPS))
         return _Axis([10.0**power for power in powers if power < last + powers.step], is_logarithmic=True)
