@@ -272,6 +272,21 @@ def test_copies_float32(taken: ModuleType, monkeypatch: pytest.MonkeyPatch) -> N
     assert_product(taken.persistent_matmul(a, b.T), a, b.T)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32], ids=str)
+def test_width_of_copies(taken: ModuleType, dtype: torch.dtype) -> None:
+    """A load of 16 bytes begins at a multiple of them; half precision at another address is copied in pairs."""
+    known: list[dict[str, int]] = []
+    kernel = {(3,): lambda *_, **constants: known.append(constants)}
+    for kind, begin, expected in (
+        (torch.float16, 0, (False, 8)),
+        (torch.float16, 2, (True, 1)),
+        (dtype, 2, (False, 1)),
+    ):
+        x = torch.zeros(3, 48, dtype=kind, device=DEVICE)[:, begin : begin + 32]
+        taken._persistent_matmul_copy(taken._persistent_matmul_rows(3, 32, x, 128), x, kernel | {(1,): kernel[3,]})
+        assert (known[-1]["PAIRS"], known[-1]["VEC"]) == expected
+
+
 def test_small_shared_memory(taken: ModuleType) -> None:
     """A tile that does not fit with three stages is not chosen."""
     assert planned(taken, 8192, 8192, 8192, ROOMS[120], programs=170)[0][:3] == (64, 128, 64)
@@ -603,10 +618,18 @@ BREAKS = [
     ("a part twice", "total = tl.load(part_ptrs)", "total = 2 * tl.load(part_ptrs)"),
     (
         "a copy without its last column",
-        "mask = (offs_m < M) & (offs_n < N)\n    offs_m = ",
-        "mask = (offs_m < M) & (offs_n < N - 1)\n    offs_m = ",
+        "mask = (offs_m < M) & (offs_n < N)\n        x = tl.load(",
+        "mask = (offs_m < M) & (offs_n < N - 1)\n        x = tl.load(",
     ),
-    ("wide loads at any address", "if x.data_ptr() % 16 == 0 else 1", "if True else 1"),
+    (
+        "a copy without its last pair",
+        "mask = (offs_m < M) & (2 * pairs < N)",
+        "mask = (offs_m < M) & (2 * pairs < N - 1)",
+    ),
+    ("rows that begin with a pair", "is_odd = begin % 2 == 1", "is_odd = begin % 2 == 2"),
+    ("the left halves of two pairs", "(x >> 16) | (right << 16)", "x & 65535 | (right << 16)"),
+    ("pairs from where x begins", "(x_ptr - first).to(", "x_ptr.to("),
+    ("wide loads at any address", "is_aligned = x.data_ptr() % 16 == 0", "is_aligned = True"),
     ("no copy of slow rows", "side.element_size() % 32)", "side.element_size() % 16)"),
     ("a copy for few rows", "others >= PERSISTENT_MATMUL_MANY and", "others >= 0 and"),
 ]
