@@ -258,6 +258,8 @@ def test_plan(taken: ModuleType) -> None:
         for tile, some in product(tiles, taken.MATMUL_PARTS):
             time = taken._matmul_time(M, N, K, tile, some, "engine", 132)
             assert time is None or time[0] + taken._matmul_copied(a) + taken._matmul_copied(b) >= least + copied
+    assert taken._matmul_time(64, 64, 5 * 64, (64, 64, 64), 3, "wide", 132)
+    assert taken._matmul_time(64, 64, 5 * 64, (64, 64, 64), 4, "wide", 132) is None  # the last would sum nothing
     # Two rows of many numbers leave most multiprocessors idle, unless their sums are split.
     assert taken._matmul_choose(*lying("nt", 2, 4421, 7031, torch.bfloat16), "ieee")[1][4] > 1
 
