@@ -139,9 +139,9 @@ if __name__ == "__main__":
 # The first kernel
 # ----------------
 #
-# A program computes a tile of ``y``, with rows of one group alone. The tiles of
-# rows of all groups are numbered from 0: ``slot`` is the number of the
-# program's. With the offsets 2, 2 and 7, and BLOCK_M = 4:
+# A program computes a tile of ``y``, with rows of one group alone. Tiles of
+# rows are numbered from 0 across all groups: ``slot`` is this tile's number.
+# With the offsets 2, 2 and 7, and BLOCK_M = 4:
 #
 # .. code-block:: text
 #
@@ -403,9 +403,9 @@ if __name__ == "__main__":
 # %%
 # A small tile wastes less arithmetic, but loads more bytes for each operation.
 # The host must choose without the lengths: it knows only R and E. The op
-# assumes that a group's last tile is half full on average; with skew, it is
-# less. For each size of tile it multiplies the number of tiles by the cost of
-# one, a sum of area (arithmetic) and edges (loads), and takes the least.
+# assumes that a group's last tile is half full on average. For each tile size,
+# it multiplies the number of tiles by the cost of one, a sum of area
+# (arithmetic) and edges (loads), and takes the size with the least.
 #
 # The same draws, with K = 2048 and N = 1408, take these times. The last line is
 # of ``grouped_kernel``, whose BLOCK_M is 128. In the recorded run, its time

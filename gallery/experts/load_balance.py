@@ -392,7 +392,7 @@ def update_(bias, offsets, rate):
 # What it does for a model
 # ------------------------
 #
-# There are 16 kinds of tokens, each with a matrix to learn. The model has eight
+# There are 16 kinds of tokens, each with a map to learn. The model has eight
 # experts, each a matrix, and a router that chooses two. We train it with no
 # remedy, with the auxiliary loss times 0.1, and with the bias. All tokens share
 # a large vector, so at first the router scores them alike. This runs on the
