@@ -482,8 +482,8 @@ if __name__ == "__main__":
 # have it, call ``mx_matmul(x, weight, None, scale_weight)``.
 #
 # Where the GPU has the instruction, more than 64 rows go to ``tl.dot_scaled``.
-# Otherwise, and for ``x`` of 16 bits, it decodes a tile (exercise 2), scales
-# it, rounds it to 16 bits and calls ``tl.dot``. Few rows get smaller tiles.
+# Otherwise, and for ``x`` of 16 bits, the op decodes a tile (exercise 2),
+# scales it, rounds it to 16 bits and calls ``tl.dot``.
 
 from triton_gallery_ops.mx_matmul import mx_matmul
 
