@@ -237,19 +237,20 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     say(results_send.to_string())
 
 # %%
+# In the recorded runs the kernel's lead is largest with few tokens.
+#
 # Counts that no CPU sees
 # -----------------------
 #
-# In the recorded runs the kernel's lead is largest with few tokens. Now kernels
-# wait for counts and rows, and not the CPU. Each rank has a *pad* in symmetric
-# memory: a flag for each rank, then E counts from each. One program writes this
-# rank's counts to all pads, waits at a barrier, and computes each ``base`` from
-# its own pad. The barrier is that of ``peer_memory.py``: set this rank's flag
-# on every pad, then wait for each flag on its own pad and clear it. A rank that
-# sees a flag by ``acquire`` sees all that was written before it was set by
-# ``release``. Tries are counted: a rank that failed would otherwise keep the
-# other GPUs busy forever. With none left, ``late`` becomes 1, and no later
-# result may be used.
+# Now kernels wait for counts and rows, and not the CPU. Each rank has a *pad*
+# in symmetric memory: a flag for each rank, then E counts from each. One
+# program writes this rank's counts to all pads, waits at a barrier, and
+# computes each ``base`` from its own pad. The barrier is that of
+# ``peer_memory.py``: set this rank's flag on every pad, then wait for each flag
+# on its own pad and clear it. A rank that sees a flag by ``acquire`` sees all
+# that was written before it was set by ``release``. Tries are counted: a rank
+# that failed would otherwise keep the other GPUs busy forever. With none left,
+# ``late`` becomes 1, and no later result may be used.
 
 
 @triton.jit
