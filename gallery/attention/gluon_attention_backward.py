@@ -235,10 +235,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #     of keys          k     v     q     do    s.T       dp.T     dk
 #     of queries       q     do    k     v     s         dp       dq
 #
-# The tile ``ds``, transposed in the pass of keys, is (N, M) in both: the left
-# operand of ``ds @ x``. The flag ``KEYS`` is for what differs. The pass of keys
-# has one more product, ``p @ y`` for ``dv``, and its queries, with ``lse`` and
-# ``delta``, are columns of the tile; in the pass of queries they are rows.
+# In both passes the tile ``ds`` is (N, M), and the left operand of ``ds @ x``;
+# in the pass of keys its rows are keys. The flag ``KEYS`` is for what differs.
+# The pass of keys has one more product, ``p @ y`` for ``dv``, and its queries,
+# with ``lse`` and ``delta``, are columns of the tile; in the pass of queries
+# they are rows.
 
 
 @triton.jit
@@ -289,7 +290,7 @@ def both_passes(do, q, k, v, lse, delta, M=64, N=64):
     rest = D**-0.5, L, D, M, N
     for *given, KEYS in (
         (k, v, q, do, lse, delta, dk, dv, *rest, True),
-        (q, do, k, v, lse, delta, dq, dq, *rest, False),  # db is not stored
+        (q, do, k, v, lse, delta, dq, dq, *rest, False),  # no db: dq again
     ):
         pass_kernel[L // N, heads](*given, KEYS, num_warps=4, num_stages=2)
     return grads
@@ -299,9 +300,9 @@ if __name__ == "__main__":
     show_errors("dq dk dv", both_passes(*x), exact(*x))
 
 # %%
-# *Both passes* counts seven products: at an equal rate, it takes 7/4 of the
-# time of the pass of keys. Its pass of keys does the same as the first kernel,
-# so a difference from the left column is of the pass of queries.
+# *Both passes* counts seven products: four of the pass of keys, which is timed
+# at the left, too, and three of the pass of queries. Where its rate is the
+# lower one, the pass of queries is slower for each product.
 
 PASSES["both passes"] = (both_passes, 7)
 
@@ -316,23 +317,25 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Gluon, with the roles, barriers and buffers of ``gluon_attention.py``: one
 # warp loads, and each of two groups of four warps has 64 rows of ``a`` and
 # ``b``. It adds a causal mask, any length, and heads of queries that share a
-# head of keys. In short, a step of the pass of keys is:
+# head of keys. In short, a step of the pass of keys is as follows; ``scale_2``
+# is ``scale * log2(e)``, for ``exp2``:
 #
 # .. code-block:: python
 #
 #    s = warpgroup_mma(a, x.T, zeros, is_async=True)
 #    dp = warpgroup_mma(b, y.T, zeros, is_async=True)
 #    warpgroup_mma_wait(1)  # s is done, and one product goes on: dp
-#    p = exp2(s * scale - lse)
-#    db = warpgroup_mma(p, y, db, is_async=True)
+#    p = exp2(s * scale_2 - lse)
+#    db = warpgroup_mma(p.to(float16), y, db, is_async=True)
 #    warpgroup_mma_wait(1)  # dp is done, db goes on
 #    ds = p * (dp - delta)
-#    da = warpgroup_mma(ds, x, da, is_async=True)
+#    da = warpgroup_mma(ds.to(float16), x, da, is_async=True)
+#    warpgroup_mma_wait(0)  # now the warp that loads may overwrite x and y
 #
 # Registers are the limit: a thread has at most 255. With heads of 128, ``da``
 # and ``db`` are 2 * 64 * 128 sums for a group's 128 threads: 128 registers in
 # each. A step of 64 queries takes 64 more for ``s`` and ``dp``; one of 128
-# queries would take 128 more, 256 in all.
+# queries would take 128 more, 256 in all. So a step has 64.
 #
 # The op takes the inputs and both results of ``flash_attention_with_lse``.
 
@@ -356,11 +359,12 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ----------
 #
 # Causal, in float16, 16384 tokens in all at each length, and 16 heads of 128 or
-# 32 of 64. The rate is of GPU time, and counts five products, of which the mask
-# leaves half, whatever is computed. *Triton* is this page's op, in Gluon;
-# ``flash_attention`` computes the same two passes in Triton. PyTorch calls the
-# other two. In the record the op is behind cuDNN for long inputs and heads of
-# 128, and about level with it for heads of 64.
+# 32 of 64. The rate is of GPU time, and counts the same for all: five products,
+# halved for the mask. At the shortest length a call takes more CPU time, given
+# below the chart. *Triton* is this page's op, in Gluon; ``flash_attention``
+# computes the same two passes in Triton. PyTorch calls the other two. In the
+# record the op is behind cuDNN for long inputs and heads of 128, and about
+# level with it for heads of 64.
 
 from triton_gallery_ops.flash_attention import (
     flash_attention_backward,

@@ -113,11 +113,11 @@ def make_inputs(E, R, K, N):
 # ``x`` is (R, K): the rows of all groups, one group after another. ``w`` is
 # (E, K, N), one weight for each group. A token sent to two experts is two rows
 # of ``x``. ``offsets`` (E,), int32, has each group's end, exclusive and at most
-# R: 2, 2 and 7 are groups of 2, 0 and 5 rows. A loop in Python waits until the
-# GPU has them. For sizes E: R x K x N, the run prints the *floor*, the bytes if
-# each element is moved once, and the operations (flop) for each byte. By its
-# data sheet, an H200 does about 200 while it moves one. All three sizes have
-# more, so arithmetic limits the speed, not memory.
+# R: 2, 2 and 7 are groups of 2, 0 and 5 rows. A Python loop needs the ends on
+# the host, so it waits for the GPU. For sizes E: R x K x N, the run prints the
+# *floor*, the bytes if each element is moved once, and the operations (flop)
+# for each byte. By its data sheet, an H200 does about 200 while it moves one.
+# All three sizes have more, so arithmetic limits the speed, not memory.
 
 
 def loop(x, w, offsets):
@@ -139,9 +139,9 @@ if __name__ == "__main__":
 # The first kernel
 # ----------------
 #
-# A program computes a tile of ``y``, with rows of one group alone. ``slot`` is
-# its number among the tiles of rows of all groups, counted from 0. With the
-# offsets 2, 2 and 7, and BLOCK_M = 4:
+# A program computes a tile of ``y``, with rows of one group alone. Tiles of
+# rows are numbered from 0 across all groups: ``slot`` is this tile's number.
+# With the offsets 2, 2 and 7, and BLOCK_M = 4:
 #
 # .. code-block:: text
 #
@@ -150,9 +150,9 @@ if __name__ == "__main__":
 #    after   1  1  3   their running sum: the first tile after the group
 #
 # In which group is tile 1? The groups with ``after <= 1`` end before it. There
-# are two, so it is in group 2. That begins at tile ``after - tiles`` = 1.
+# are two, so it is in group 2, which begins at tile ``after - tiles`` = 1.
 #
-# At most R // BLOCK_M tiles are full, and one in each group is not, so R //
+# At most R // BLOCK_M tiles are full, and one in each group may not be, so R //
 # BLOCK_M + E programs are enough. Past the last tile, ``row`` = ``end`` = 0 and
 # ``group`` = BLOCK_E does not exist: check ``row < end`` before a load with it.
 
@@ -160,7 +160,7 @@ if __name__ == "__main__":
 @triton.jit
 def find(slot, offsets_ptr, E, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
     """Return the group of a tile of rows, its first row, the group's end."""
-    groups = tl.arange(0, BLOCK_E)  # 0, 1, 2, 3: E is 3
+    groups = tl.arange(0, BLOCK_E)  # 0, 1, 2, 3: the example, slot 1
     some = (groups > 0) & (groups < E)
     starts = tl.load(offsets_ptr + groups - 1, mask=some, other=0)  # 0, 2, 2, 0
     ends = tl.load(offsets_ptr + groups, mask=groups < E, other=0)  # 2, 2, 7, 0
@@ -226,8 +226,8 @@ def grouped(x, w, offsets, tile=(128, 128, 64)):
 # ``UNEVEN``, in the folded cell above, has the ends of five groups, two of them
 # empty; ten rows are in none. We compare with float64. A sum of ``K`` terms in
 # float32 loses at most :math:`2^{-24} K` times the sum of their magnitudes, and
-# the rounding to 16 bits at most one ``eps`` of the result. Both are multiples
-# of the sum of magnitudes, so we divide the error by that.
+# rounding to 16 bits at most one ``eps`` of the result, which is no larger than
+# that sum. So we divide the error by it, and allow :math:`2^{-24} K` + ``eps``.
 
 
 def check(product):
@@ -284,21 +284,21 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     show_rates(OURS, calls)
 
 # %%
-# In the recorded run, ``loop`` is slowest at the size with the most groups: it
-# launches a product for each. The steps that make a plain product faster are in
-# ``persistent_matmul.py``, and *The op* below takes them.
+# In the recorded run, ``grouped_kernel`` is between ``loop`` and PyTorch.
+# ``loop``, with a launch for each group, is slowest where groups are most.
+# *The op* below adds the steps of ``persistent_matmul.py``.
 #
 # The gradients
 # -------------
 #
 # Let :math:`g` be the gradient of ``y``. The gradient of ``x`` is a grouped
-# product, too: a row of group :math:`e` gets :math:`g\,w_e^T`. The gradient of
-# a weight sums over the rows of its group: :math:`d w_e = x_e^T g_e`.
+# product, too: ``grouped(g, w.mT.contiguous(), offsets)``. The gradient of a
+# weight sums over the rows of its group: :math:`d w_e = x_e^T g_e`.
 #
 # Every :math:`d w_e` is (K, N); only the number of rows in its *sums* varies.
 # So the host knows the grid, and each program loops from the start to the end
-# of its group. Rows past the end are zeros in both tiles. For a group without
-# rows, the loop makes no turns, and the gradient is zero.
+# of its group. Rows past the end are loaded as zeros. For a group without rows,
+# the loop makes no turns, and the gradient is zero.
 
 
 @triton.jit
@@ -353,13 +353,13 @@ def by_autograd(x, w, g):
 
 if __name__ == "__main__":
     x, w, g = draw(210, 128), draw(5, 128, 128), draw(210, 128)
-    # As in check; no group has more than 129 rows.
+    # check divides by it, but here it may be 0. No group has over 129 rows.
     bound = by_autograd(x.abs(), w, g.abs())
     info = torch.finfo(DTYPE)  # below tiny, numbers are eps * tiny apart
     bound = (2**-24 * 129 + info.eps) * bound + info.eps * info.tiny
     for tile in ((64, 128, 128), (32, 32, 32)):
         error = (sums(x, g, UNEVEN, tile) - by_autograd(x, w, g)).abs()
-        over = (error - bound).clamp(min=0)  # NaN stays NaN
+        over = (error - bound).clamp(min=0)  # the excess; NaN stays NaN
         torch.testing.assert_close(over, torch.zeros_like(over), rtol=0, atol=0)
     print("gradient of the weights: each error within its bound")
 
@@ -382,8 +382,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # The last tile of a group is seldom full, but all its rows are computed. The
 # table divides the rows of all tiles by 8192, the rows of the 64 groups: 1
-# would be no waste. With a skew of :math:`s`, group :math:`e`, counted from 1,
-# gets rows in proportion to :math:`e^{-s}`. Each column is one random draw.
+# would be no waste. With a skew of :math:`s`, group :math:`i`, counted from 1,
+# gets rows in proportion to :math:`1 / i^s`. Each column is one random draw.
 
 
 def filled(offsets, BLOCK_M):
@@ -403,13 +403,13 @@ if __name__ == "__main__":
 # %%
 # A small tile wastes less arithmetic, but loads more bytes for each operation.
 # The host must choose without the lengths: it knows only R and E. The op
-# assumes even groups, whose last tile is half full on average. (If groups are
-# skewed, most are short, and fill less of it.) A tile costs arithmetic by its
-# area and loads by its edges: the op takes the size whose tiles cost least.
+# assumes that a group's last tile is half full on average. For each tile size,
+# it multiplies the number of tiles by the cost of one, a sum of area
+# (arithmetic) and edges (loads), and takes the size with the least.
 #
 # The same draws, with K = 2048 and N = 1408, take these times. The last line is
 # of ``grouped_kernel``, whose BLOCK_M is 128. In the recorded run, its time
-# grows less with skew than the rows that it computes.
+# grows less than its rows: these overstate what skew costs.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     x, w, _ = make_inputs(64, 8192, 2048, 1408)
@@ -465,9 +465,10 @@ if __name__ == "__main__":
 
 # %%
 # Each label is E, R, K and N of a model's layer, in bfloat16. *Triton* is the
-# op, and *Triton, this page* is ``grouped``. The chart has GPU time, and so has
-# the first line below it. In the second line, a call takes the longer of its
-# GPU and CPU time, as calls do unless a CUDA graph replays them.
+# op, and *Triton, this page* is ``grouped``. The chart and the first line below
+# it are of GPU time. The second line takes the longer of a call's GPU and CPU
+# time, which a model sees unless a CUDA graph replays the call. In the recorded
+# run, the op is slower than PyTorch by this clock at some sizes.
 
 LAYERS = [
     (8, 32768, 768, 2048),

@@ -78,10 +78,10 @@ from triton_gallery.counting import Traffic
 # where :math:`c_e` counts the choices of expert :math:`e`, its *load*, and
 # :math:`p_{t,e}` is its probability for token :math:`t`: the softmax of the
 # token's logits. All :math:`P_e` add up to 1, so equal loads,
-# :math:`f_e = k / E`, make L equal to k. Counts have no gradient: training
-# lowers the :math:`P_e` of the experts that are chosen most, and the others'
-# rise. ``Traffic`` counts the bytes that PyTorch's operators move; the *floor*
-# is what any way must move: logits and chosen experts, read once.
+# :math:`f_e = k / E`, make L equal to k (which is not the minimum). Counts have
+# no gradient: training lowers the :math:`P_e` of the experts chosen most, and
+# the others' rise. ``Traffic`` counts the bytes that PyTorch's operators move;
+# the *floor* is what any kernel must read: logits and chosen experts, once.
 
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 
@@ -166,8 +166,8 @@ def loss_of(way, logits, experts):
 # ------------
 #
 # We compare with float64. With 16 programs some have several tokens, and some
-# have none. Each of the few dozen float32 roundings is below 1e-7 of its
-# result, and all terms are positive: 1e-5 is ample.
+# have none. Each of a few dozen float32 roundings changes its result by less
+# than 1e-7, and positive terms do not cancel, so we allow 1e-5.
 
 
 def check(op):
@@ -190,7 +190,7 @@ if __name__ == "__main__":
 # ---------
 #
 # 128 experts and 8 choices, as in Qwen3-MoE, in bfloat16, for T tokens. The
-# rate counts the bytes of the floor; the *roof* is a copy that moves as many.
+# rate counts the bytes of the floor; the *roof* is a copy of as many bytes.
 
 E, CHOICES = 128, 8
 
@@ -226,8 +226,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     time_forward(add_up=add_up)
 
 # %%
-# ``add_up`` passes PyTorch at every size and ``torch.compile`` at the largest,
-# but it is far below the roof everywhere.
+# ``add_up`` is faster than PyTorch at every size, and than ``torch.compile`` at
+# the largest, but far below the roof everywhere.
 #
 # Many tokens at once
 # -------------------
@@ -263,7 +263,7 @@ def tiles_kernel(
         token = first + tl.arange(0, BLOCK_T)[:, None]  # (BLOCK_T, 1)
         # Past T, load the last token again: a row of -inf alone would be NaN.
         # tl.where drops these rows, and those of the next program's tokens.
-        ptrs = x_ptr + tl.minimum(token, T - 1) * E + offs
+        ptrs = x_ptr + tl.minimum(token, T - 1) * E + offs  # (BLOCK_T, BLOCK_E)
         x = tl.load(ptrs, mask=offs < E, other=-float("inf")).to(tl.float32)
         e = tl.exp(x - tl.max(x, axis=1, keep_dims=True))
         p = e / tl.sum(e, axis=1, keep_dims=True)
@@ -279,7 +279,7 @@ def tiles_kernel(
 
 
 def add_up_tiles(logits, experts, programs=512):
-    """Return what add_up does, by tiles of at most 4096 logits or a token."""
+    """Return what add_up does; a tile has 4096 logits at most, or one token."""
     assert all(t.is_contiguous() for t in (logits, experts))
     (T, E), k = logits.shape, experts.shape[1]
     BLOCK_E = triton.next_power_of_2(E)
@@ -304,15 +304,17 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     time_forward(add_up=add_up, add_up_tiles=add_up_tiles)
 
 # %%
-# Tiles gain at every size, most at the largest; only there do they pass
+# Tiles gain at every size, most at the largest; only there are they faster than
 # ``torch.compile``. The time includes ``loss_of``, where several PyTorch
 # operators add up the programs' rows; the op has one kernel for that.
 #
 # The gradient
 # ------------
 #
-# With the *slope* :math:`s_e = E c_e / T^2` of each expert, the loss is
-# :math:`\sum_t \sum_e s_e p_{t,e}`, and the derivative of a softmax gives
+# With the *slope* :math:`s_i = E c_i / T^2` of each expert, the loss is
+# :math:`\sum_t \sum_i s_i p_{t,i}`. The derivative of :math:`p_{t,i}` by
+# :math:`x_{t,e}` is :math:`p_{t,e} (1 - p_{t,e})` for :math:`i = e`, and
+# :math:`-p_{t,i}\, p_{t,e}` otherwise. Times :math:`s_i`, these add up to
 #
 # .. math:: \frac{\partial L}{\partial x_{t,e}} = p_{t,e}
 #    \left( s_e - \sum_i p_{t,i} s_i \right).
@@ -338,7 +340,7 @@ def gradient_kernel(
 
 
 def gradient(logits, counts):
-    """Return the logits' gradient, given loads, where the loss's own is 1."""
+    """Return the loss's gradient by the logits, given the loads."""
     assert logits.is_contiguous()
     T, E = logits.shape
     BLOCK_E = triton.next_power_of_2(E)
@@ -356,8 +358,8 @@ if __name__ == "__main__":
         made = gradient(logits, counts.sum(0)).double()
         logits = logits.double().requires_grad_()
         loss_torch(logits, experts).backward()
-        # A few float32 roundings, divided by T as the gradient of a mean is;
-        # then one to the dtype.
+        # atol: a few float32 roundings of p * s; s has a factor 1 / T
+        # rtol: one rounding to the dtype
         atol, rtol = 1e-6 / len(logits), torch.finfo(dtype).eps
         error = (made - logits.grad).abs().max().item()
         allowed = f"{atol:.1e} + {rtol:.1e} times the gradient"
@@ -372,8 +374,8 @@ if __name__ == "__main__":
 # DeepSeek-V3 adds a bias to the scores instead. The bias takes part only in the
 # choice; an expert's weight is its score without the bias. After each step the
 # bias of an expert with less than the mean load rises by a fixed rate; with
-# more, it falls. ``offsets`` (*Route tokens to experts*) has the sum of the
-# loads up to each expert, so the loads are its differences:
+# more, it falls. ``offsets`` (*Route tokens to experts*) has the running sum of
+# the loads, so the loads are its differences:
 
 
 def update_(bias, offsets, rate):
@@ -384,22 +386,22 @@ def update_(bias, offsets, rate):
 
 
 # %%
-# These few operators on E numbers run once in a training step. A kernel would
-# save only a few launches, so these lines stay PyTorch. On several GPUs, first
-# add up the loads of all GPUs.
+# These few operators on E numbers run once in a training step and stay PyTorch:
+# a kernel would save only launches. On several GPUs, first add up all loads.
 #
 # What it does for a model
 # ------------------------
 #
-# Eight experts, each a matrix, and a router with two choices learn a map for
-# each of 16 kinds of tokens: with no remedy, with the auxiliary loss times 0.1,
-# and with the bias. All tokens have a large vector in common, so at first the
-# router scores them alike. This runs on the CPU: every machine draws the same.
-# *Idle* experts get no token in the last step; the loss is the model's own.
+# There are 16 kinds of tokens, each with a map to learn. The model has eight
+# experts, each a matrix, and a router that chooses two. We train it with no
+# remedy, with the auxiliary loss times 0.1, and with the bias. All tokens share
+# a large vector, so at first the router scores them alike. This runs on the
+# CPU: every machine draws the same. Below are the *idle* experts, with no token
+# in the last step, then the largest load, and the model's own loss.
 
 
 def train(way, N=512):
-    """Return the loss and the experts' loads in the last of 500 steps."""
+    """Return loss and loads in the last of 500 steps, each of N tokens."""
     normal = partial(torch.randn, generator=torch.Generator().manual_seed(1))
     # A kind's tokens are near its center; its map is what experts should learn.
     centers, maps = normal(16, 16) + 3 * normal(16), normal(16, 16, 16) / 4
@@ -414,7 +416,7 @@ def train(way, N=512):
         experts = (scores + bias).topk(2).indices
         chosen = torch.zeros(N, 8).scatter(1, experts, 1)
         weights = scores * chosen / (scores * chosen).sum(-1, keepdim=True)
-        # y[t] = sum over n of weights[t, n] * x[t] @ matrices[n]
+        # y[t] = sum over experts n of weights[t, n] * x[t] @ matrices[n]
         y = torch.einsum("tn,td,ndf->tf", weights, x, matrices)
         loss = (y - torch.einsum("td,tdf->tf", x, maps[kind])).square().mean()
         extra = loss_torch(logits, experts) if way == "auxiliary loss" else 0
@@ -442,8 +444,8 @@ if __name__ == "__main__":
 #
 # ``load_balance_loss(logits, experts)`` is this gallery's op, with a gradient.
 # Its second kernel adds up the programs' rows. The op also takes a mask that
-# leaves out padding, and computes DeepSeek-V3's loss: one for each sequence,
-# averaged, with sigmoid scores in place of the softmax.
+# leaves out padding, and computes the loss that DeepSeek-V3 keeps beside its
+# bias: one for each sequence, averaged, with sigmoids in place of the softmax.
 
 from triton_gallery_ops.load_balance import load_balance_loss
 
@@ -458,7 +460,7 @@ if __name__ == "__main__":
 #
 # Forward and backward, for 128 experts. *Triton* is the op; *PyTorch's best* is
 # the faster of PyTorch and ``torch.compile`` at each size. Rates are of GPU
-# time: they count where a program waits for the GPU, not for the CPU.
+# time. CPU time, below the chart, counts unless a CUDA graph replays the call.
 
 
 def calls_for(T):
@@ -497,7 +499,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     show(results_backward, "backward")
 
 # %%
-# The loss gains by a kernel in its forward pass; the backward pass that
+# The kernel saves GPU time in the forward pass. The backward pass that
 # ``torch.compile`` makes is about as fast as ours, and faster for few tokens.
 #
 # Exercises
@@ -505,8 +507,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # Write a kernel and run its cell: it says, without a GPU, whether it is right.
 #
-# **1.** Write the update of the bias as a kernel of one program, from
-# ``offsets``.
+# **1.** For practice, write the update of the bias as a kernel of one program,
+# from ``offsets``.
 
 update_kernel = None  # takes (bias_ptr, offsets_ptr, rate, E, BLOCK_E)
 
@@ -534,8 +536,8 @@ if __name__ == "__main__":
 # **2.** ST-MoE adds another loss, the *z-loss*, which keeps logits small: the
 # mean over tokens of :math:`z_t^2`, with :math:`z_t = \log \sum_e e^{x_{t,e}}`.
 # Write a kernel whose programs each store the sum of the squares for their
-# tokens. The check adds 100 to the logits, so ``tl.exp`` would overflow:
-# subtract the maximum first, and add it again after ``tl.log``.
+# tokens, as in ``sums_kernel``. The check adds 100 to the logits, so ``tl.exp``
+# would overflow: subtract the maximum, and add it again after ``tl.log``.
 
 z_kernel = None  # takes (x_ptr, sums_ptr, T, E, BLOCK_E)
 

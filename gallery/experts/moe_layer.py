@@ -114,9 +114,9 @@ def make_inputs(T, E, k, H, F):
 # * ``offsets`` says where each expert's part of ``order`` ends: 4 5 8;
 # * ``inverse`` has the place of each number in ``order``: 5 for choice 1.
 #
-# A program computes BLOCK_N columns of gate, of up and so of ``h``, SwiGLU's
-# output, for one expert. It loops over rows, as the CPU does not know how many
-# there are: it loads choices, then their rows of ``x``, without a sorted copy.
+# A program computes BLOCK_N columns of ``h``, SwiGLU's output, for one expert.
+# Only the GPU knows how many rows it has, so the program loops over them: it
+# loads BLOCK_M numbers from ``order`` and their rows of ``x``, without a copy.
 
 
 def sort(experts, E):
@@ -192,8 +192,8 @@ def layer(x, weights, experts, gate_up, down, hidden=hidden, add=sum_torch):
 # ------------
 #
 # We compare with the loop in float64. ``h``, the experts' results and the sum
-# are each rounded to 16 bits, by at most half an eps of their size. Terms may
-# cancel, and their errors need not, so we allow 4 eps of the largest result.
+# are each rounded to 16 bits, by at most half an eps: 1.5 eps in all. Terms may
+# cancel while their errors do not, so we allow 4 eps of the largest result.
 
 
 def check(ours, reference=loop):
@@ -236,19 +236,19 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # What does the kernel save?
 # --------------------------
 #
-# PyTorch can do without the waits: it copies the rows of ``x`` in the order of
-# experts, and ``grouped_mm`` multiplies the rows of each expert by its weight.
-# The copy, the product, silu and the multiplication by up are four kernels, and
-# each reads what the one before it stored. Our kernel saves these bytes. The
-# cell prints them beside the *floor*, the bytes that any layer moves: weights,
-# ``x`` and the result. For one token, the floor is nearly all weights; for
-# 32768 tokens, the kernel saves about three times the floor.
+# ``loop`` waits for the GPU at each expert, so its time is partly the CPU's.
+# PyTorch can do without: it copies the rows of ``x`` in the order of experts,
+# and ``grouped_mm`` multiplies the rows of each expert by its weight. The copy,
+# the product, silu and the multiplication by up are four kernels, and each
+# reads what the one before it stored. Our kernel saves these bytes. The cell
+# prints them beside the *floor*, the bytes that any layer moves: weights, ``x``
+# and the result. For one token, the floor is nearly all weights; for 32768, the
+# kernel saves about three times the floor.
 #
 # In the table of times, ``hidden_kernel`` and *PyTorch* differ only in how they
-# compute ``h``; sorting, the product with ``down`` and the sum are the same
-# calls. In the recorded run the two are close: our product takes longer than
-# that of ``grouped_mm`` by about the time of the three kernels that it saves.
-# The next section changes the sum, which both leave to PyTorch.
+# compute ``h``. In the recorded run they are close: our kernel saves three
+# kernels, but its product takes longer by about as much. The next section
+# changes the sum, which both leave to PyTorch.
 
 
 def hidden_torch(x, gate_up, order, offsets, k):
@@ -317,7 +317,7 @@ def add(y, weights, inverse, BLOCK_H=1024):
 
 def add_atomic(y, weights, inverse, order=None):
     """Return the same by atomic additions, which index_add_ makes."""
-    order = inverse.argsort() if order is None else order  # a layer has it
+    order = inverse.argsort() if order is None else order  # from sort
     rows = y * weights.flatten()[order, None]
     out = rows.new_zeros(len(weights), y.shape[1])
     return out.index_add_(0, order // weights.shape[1], rows).to(y.dtype)
@@ -352,23 +352,23 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # The gradients
 # -------------
 #
-# For one choice, with columns for the code's rows, :math:`a = \mathrm{gate}\,x`
-# and :math:`u = \mathrm{up}\,x`. The expert returns :math:`\mathrm{down}\,h`,
-# with :math:`h = \mathrm{silu}(a)\,u`. Let :math:`w` be the choice's weight,
-# :math:`g` the gradient of the token's result, and
-# :math:`q = \mathrm{down}^T g`, a grouped product. Then
+# For one choice, in column vectors (rows in the code), let
+# :math:`a = \mathrm{gate}\,x` and :math:`u = \mathrm{up}\,x`. The expert
+# returns :math:`\mathrm{down}\,h`, with :math:`h = \mathrm{silu}(a)\,u`. With
+# :math:`w`, the choice's weight, :math:`g`, the gradient of the token's result,
+# and :math:`q = \mathrm{down}^T g`, a grouped product:
 #
 # .. math:: dw = q \cdot h, \quad du = w\,q\,\mathrm{silu}(a), \quad
 #           da = w\,q\,u\,\sigma(a)\,(1 + a\,(1 - \sigma(a))).
 #
 # As :math:`q \cdot h = g \cdot (\mathrm{down}\,h)`, the forward need not keep
-# :math:`\mathrm{down}\,h`. For training it also stores :math:`a` and :math:`u`,
-# two more stores in ``hidden_kernel``; the backward computes :math:`h` again. A
-# program has one row, and a row is one choice, so no two programs store the
-# same :math:`dw`. The rest are grouped products: the gradient of ``x`` comes
-# from :math:`da` and :math:`du`, that of ``gate_up`` from these and ``x``, that
-# of ``down`` from :math:`g` and :math:`w\,h`. The check has float32 alone,
-# so it allows much less than for 16 bits.
+# :math:`\mathrm{down}\,h`. For training, ``hidden_kernel`` would also store
+# :math:`a` and :math:`u` (not shown); the backward computes :math:`h` again. A
+# program has one row, which is one choice, so no two programs store the same
+# :math:`dw`. The rest are grouped products: the gradient of ``x`` comes from
+# :math:`da` and :math:`du`, that of ``gate_up`` from these and ``x``, that of
+# ``down`` from :math:`g` and :math:`w\,h`. The check is of this kernel alone,
+# in float32, so it allows much less than for 16 bits.
 
 
 @triton.jit
@@ -425,15 +425,15 @@ if __name__ == "__main__":
 # * any sizes and strides, and loads of the weights by the GPU's copy engine
 #   (``tensor_descriptors.py``);
 # * the whole backward, and experts on several GPUs: a choice of an expert on
-#   another GPU adds nothing;
-# * kernels for a few tokens, as in decoding, without a sort: each choice has
-#   programs. Those of an expert's first choice compute all its choices; the
-#   others return at once.
+#   another GPU adds zero, and you add up the GPUs' results;
+# * kernels for a few tokens, as in decoding, without a sort: each choice starts
+#   programs. Where choices have the same expert, those of the first compute all
+#   of them, and the others return at once.
 #
 # A *shared* expert, which every token uses, is an ordinary MLP: add its result
 # to the op's. For another gated activation, change the line of ``h`` in the
-# kernel; GELU needs ``tl.erf``. Without a gate, also drop ``up`` and its
-# product: an expert then has F columns, not 2 F.
+# kernel; GELU needs ``tl.erf``. Without a gate, also drop ``up``: an expert's
+# columns then begin at ``expert * F``. The op has SwiGLU alone.
 
 from triton_gallery_ops.moe_layer import moe_layer
 
@@ -512,7 +512,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # %%
 # For a few tokens T, as in decoding, the table divides the bytes of the chosen
 # experts' weights by the time of the layer. *copy* reads and writes as many
-# bytes in all. For one token the op is far below the copy, for more less far.
+# bytes in all. The op's rate is furthest from the copy's for one token.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     rows = {}

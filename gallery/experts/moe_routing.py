@@ -117,10 +117,10 @@ if __name__ == "__main__":
 #
 # A program has the logits of one token in registers. It takes the largest,
 # removes it by writing -inf in its place, and starts again, ``k`` times. Of
-# equal logits ``tl.max`` takes the first. At least k logits have to be finite,
-# and none NaN: where only -inf is left, an expert is chosen twice. One warp
-# (``num_warps=1``) has 32 threads: for 256 experts, 8 logits in each. It needs
-# no *barrier*, at which several warps wait for each other.
+# equal logits ``tl.max`` takes the first. At least k logits must be finite, and
+# none NaN: once only -inf is left, an expert is chosen twice. A program is one
+# warp (``num_warps=1``) of 32 threads; of 256 logits, each thread has 8. So it
+# needs no *barrier*, a point where warps wait for each other.
 #
 # The softmax needs no pass of its own. The largest logits have the largest
 # scores, and dividing by the sum of the chosen scores cancels the sum over all
@@ -131,8 +131,8 @@ if __name__ == "__main__":
 # .. math:: w_m = \frac{e^{x_m} / \sum_i e^{x_i}}
 #    {\sum_c e^{x_c} / \sum_i e^{x_i}} = \frac{e^{x_m}}{\sum_c e^{x_c}}.
 #
-# Any score that rises with the logit, such as a sigmoid, chooses the same
-# experts: only the lines after the loop change. With k = 1 this weight is 1.
+# With k = 1 this weight is always 1. A score that rises with the logit chooses
+# the same experts: for a sigmoid, only ``e`` changes, to ``tl.sigmoid(best)``.
 
 
 @triton.jit
@@ -155,7 +155,7 @@ def route_kernel(
     for j in range(k):
         largest, expert = tl.max(remaining, axis=0, return_indices=True)
         tl.store(experts_ptr + token * k + j, expert)  # one number
-        best = tl.where(offs_k == j, largest, best)
+        best = tl.where(offs_k == j, largest, best)  # best[j] = largest
         remaining = tl.where(offs == expert, -float("inf"), remaining)
     # BLOCK_K is a power of two. Past k, -inf becomes a weight of 0.
     e = tl.exp(best - tl.max(best, axis=0))
@@ -180,9 +180,9 @@ def route(logits, k):
 # ------------
 #
 # ``topk`` promises no order of equals, and float32 scores may be equal where
-# logits are not: we compare with a stable sort of the logits. Those of half of
-# the tokens are rounded, so that many are equal. Each of a softmax's few
-# roundings loses less than 1e-7 of a weight, so we allow an error of 1e-6.
+# logits are not, so we compare with a stable sort of the logits. We round the
+# logits of every second token: many are equal. A weight is at most 1, and each
+# of a softmax's few roundings changes it by less than 1e-7: we allow 1e-6.
 
 if __name__ == "__main__":
     logits = draw(20, 60, torch.float32)
@@ -201,7 +201,7 @@ if __name__ == "__main__":
 #
 # 256 experts and 8 choices, as in DeepSeek-V3, in bfloat16. The rate counts the
 # bytes of the floor. The *roof* is the rate of a plain copy of as many bytes.
-# The last line has times of ``route`` with fewer choices: nearly as many bytes.
+# The last line has times of ``route`` for several k: the bytes hardly change.
 
 E, CHOICES = 256, 8
 
@@ -235,8 +235,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 
 # %%
 # With many tokens, ``route`` reaches a smaller part of the roof than with few.
-# It moves as many bytes as the copy, but its k rounds, each of which needs the
-# result of the one before, take time.
+# A part of its time goes to the k rounds, each of which needs the result of the
+# one before: in the last line, the time grows with k.
 #
 # Why sort?
 # ---------
@@ -279,8 +279,8 @@ if __name__ == "__main__":
 # A counting sort
 # ---------------
 #
-# A general sort compares keys. Ours are a few hundred experts, so we count
-# them, in blocks of choices. A choice's place is the sum of three counts:
+# A general sort takes any keys. Ours are whole numbers up to a few hundred: we
+# count them, in blocks of choices. A choice's place is the sum of three counts:
 #
 # * choices of experts before its own;
 # * choices of its own expert in blocks before its own;
@@ -288,9 +288,9 @@ if __name__ == "__main__":
 #
 # Count the choices in a table, with a row for each expert and a column for each
 # block. Take the running sum along row 0, then row 1, and so on. The sum of all
-# cells before a cell is the first two items of the list together: it is where
-# that expert's choices of that block *start*. For our three tokens, in two
-# blocks of up to four choices, each list has both blocks:
+# cells before a cell, the first two counts together, is where that expert's
+# choices of that block *start*. Our six choices make blocks of four and two.
+# Each line below is an expert, each list ``[block 0, block 1]``:
 
 if __name__ == "__main__":
     blocks = experts.flatten().split(4)
@@ -300,7 +300,7 @@ if __name__ == "__main__":
     print(table.rename_axis("expert"))
 
 # %%
-# Expert 2 has a choice in each block: these start at 2 and 3.
+# Expert 2 has one choice in each block: their places are 2 and 3.
 #
 # A program of ``count_kernel`` makes one column of the table, a *histogram* of
 # its block. ``cumsum`` makes the starts.
@@ -320,11 +320,11 @@ def count_kernel(
 
 
 # %%
-# ``place_kernel`` adds start and rank. For the rank it compares all choices of
-# a block: column c of ``same & earlier`` marks the choices before c with c's
-# expert, and the sum down the column is c's rank. So the rank is deterministic.
-# With atomic counters, which are common, the order of the rows may differ from
-# run to run, and so may the rounding of what is later summed over them.
+# ``place_kernel`` adds start and rank. For the rank it compares the choices of
+# a block with each other: column c of ``same & earlier`` marks the choices
+# before c with c's expert, and its sum is c's rank. So the rank is
+# deterministic. With atomic counters, which are common, the order of the rows
+# may differ from run to run, and with it the rounding of sums over them.
 
 
 @triton.jit
@@ -348,7 +348,7 @@ def sort_by_counting(experts, E, BLOCK_R=128):
     R = experts.numel()
     # A larger block means more comparisons, a smaller one a wider table.
     blocks = triton.cdiv(R, BLOCK_R)
-    assert 0 < R <= 2**30
+    assert 0 < R <= 2**30  # R + BLOCK_R has to fit, too
     assert E * blocks < 2**31  # the kernels' offsets are int32
     counts, order = experts.new_empty(E, blocks), experts.new_empty(R)
     BLOCK_E = triton.next_power_of_2(E)
@@ -374,7 +374,7 @@ if __name__ == "__main__":
 
 # %%
 # Each choice is compared with the 128 of its block, however many experts there
-# are. Below is the GPU time of both sorts, in microseconds.
+# are. In the recorded run, this sort takes less GPU time at every size:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     sorts = {"PyTorch": sort_torch, "counting": sort_by_counting}
@@ -391,22 +391,20 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ------
 #
 # ``moe_routing`` chooses, ``moe_routing_permutation`` sorts, and
-# ``moe_routing_with_permutation`` does both. For many tokens it launches three
-# kernels: choose, count, and place, which adds up the counts itself (this page
-# calls ``cumsum``). Up to 4096 choices are all compared with each other, in two
-# launches, or in one for a handful of tokens. The op also
+# ``moe_routing_with_permutation`` does both, in at most three launches. It
+# compares few choices all with each other and counts nothing. The op also
 #
 # * returns the inverse of the order, to bring the experts' results back;
-# * takes NaN and -inf, too: it compares integers made from the logits
-#   (``topk.py``), and a taken expert gets an integer that no logit has;
-# * chooses as DeepSeek-V3 does: in the best groups of experts alone, and with a
-#   bias for each expert that evens out their load (``load_balance.py``);
+# * takes NaN and -inf, too: it marks a chosen expert by a value that no logit
+#   has (``topk.py``);
+# * chooses by sigmoids, only in the best groups of experts, and with a bias
+#   that balances their load, as DeepSeek-V3 does (``load_balance.py``);
 # * passes the gradient of the weights back to the logits.
 
 from triton_gallery_ops.moe_routing import moe_routing_with_permutation
 
 # %%
-# In one launch, in two, and in three, the results are those of this page:
+# The three sizes take one, two and three launches, with this page's results:
 
 if __name__ == "__main__":
     for T in (5, 100, 1100):
@@ -421,10 +419,11 @@ if __name__ == "__main__":
 # The result
 # ----------
 #
-# From logits to order and offsets: *Triton* is the op. Below the chart it is
-# compared with *PyTorch's best*, the faster of PyTorch and ``torch.compile`` at
-# each size: first by GPU time, then by the longer of a call's GPU and CPU time,
-# which a model sees unless a CUDA graph replays the call.
+# From logits to order and offsets, for 256 experts and 8 choices. *Triton* is
+# the op; rates count the bytes of the floor. Below the chart are the speeds as
+# multiples of *PyTorch's best*, the faster of PyTorch and ``torch.compile``:
+# first by GPU time, then by the longer of a call's GPU and CPU time, which a
+# model sees unless a CUDA graph replays the call.
 
 
 def on_this_page(logits):
@@ -481,8 +480,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # Write a kernel and run its cell: it says, without a GPU, whether it is right.
 #
-# **1.** Experts return rows in the order of ``order``. To bring them back,
-# store its inverse: for each choice ``order[p]``, its place p.
+# **1.** Experts return rows in the order of ``order``. To bring them back, we
+# need its inverse: store p at ``inverse[order[p]]``.
 
 # Takes order_ptr, inverse_ptr, R, BLOCK_R: tl.constexpr
 inverse_kernel = None  # your kernel
@@ -513,10 +512,10 @@ if __name__ == "__main__":
 # **2.** Some models give each expert room for a fixed number of tokens, its
 # *capacity*, and drop the rest. Expert 0 begins at 0, and expert e at
 # ``offsets[e - 1]``. The position of choice ``order[p]`` is p minus the start
-# of its expert. Store at ``order[p]`` its *slot*, ``expert * CAPACITY`` plus
-# the position, or -1 from position CAPACITY on.
+# of its expert. At ``slots[order[p]]`` store the choice's *slot*,
+# ``expert * CAPACITY + position``, or -1 if ``position >= CAPACITY``.
 
-# Takes experts_ptr, order_ptr, offsets_ptr, slots_ptr, R, CAPACITY and
+# Takes experts_ptr, order_ptr, offsets_ptr, slots_ptr, R, CAPACITY,
 # BLOCK_R: tl.constexpr
 capacity_kernel = None  # your kernel
 

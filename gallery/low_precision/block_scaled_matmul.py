@@ -84,7 +84,7 @@ from triton_gallery.bench import gpu_time, rate_table
 # ``w`` is (N, K) and has a scale for each *square* of 128 x 128. Both are
 # *blocks*: a float8 number stands for itself times the scale of its block.
 # PyTorch has the product as ``torch.nn.functional.scaled_mm``. Our reference,
-# ``exact``, computes it in float64:
+# ``exact``, computes it in float64. The run prints how many bytes scales add:
 
 E4M3, GROUP = torch.float8_e4m3fn, 128
 generator = torch.Generator(device=DEVICE).manual_seed(0)
@@ -124,10 +124,10 @@ if __name__ == "__main__":
 #    \sum_{k \in b} x_{mk} w_{nk}.
 #
 # Here :math:`s` is the scale of ``x``, and :math:`t` that of ``w``, the same
-# for 128 rows n. So the tensor cores compute the inner sum, over one block. The
-# program multiplies it by both scales and adds it to ``acc`` in float32.
-# BLOCK_N divides 128, so the columns of a tile lie in one square of ``w`` and
-# share its scale.
+# for 128 rows n. So ``tl.dot``, which multiplies tiles on the tensor cores,
+# computes the inner sum, over one block. The program multiplies it by both
+# scales and adds it to ``acc`` in float32. BLOCK_N divides 128, so the rows of
+# ``w`` in a tile lie in one square and share its scale.
 
 
 @triton.jit
@@ -153,14 +153,13 @@ def block_kernel(
     offs_k = tl.arange(0, GROUP)  # (GROUP,)
     mask_m = offs_m < M
     mask_n = offs_n < N
-    x_ptrs = x_ptr + offs_m[:, None] * K + offs_k[None, :]
-    w_ptrs = w_ptr + offs_n[None, :] * K + offs_k[:, None]
+    x_ptrs = x_ptr + offs_m[:, None] * K + offs_k[None, :]  # (BLOCK_M, GROUP)
+    w_ptrs = w_ptr + offs_n[None, :] * K + offs_k[:, None]  # (GROUP, BLOCK_N)
     groups = K // GROUP
     scale_w_ptr += (off_n // GROUP) * groups
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for group in range(groups):
         start = group * GROUP
-        # (BLOCK_M, GROUP) and (GROUP, BLOCK_N)
         x = tl.load(x_ptrs + start, mask=mask_m[:, None], other=0.0)
         w = tl.load(w_ptrs + start, mask=mask_n[None, :], other=0.0)
         part = tl.dot(x, w)  # (BLOCK_M, BLOCK_N), of this block alone
@@ -170,7 +169,7 @@ def block_kernel(
         acc += part * scale[:, None]
     y_ptrs = y_ptr + offs_m[:, None] * N + offs_n[None, :]
     mask = mask_m[:, None] & mask_n[None, :]
-    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask)  # y's dtype
 
 
 def product(
@@ -186,7 +185,7 @@ def product(
     assert all(t.is_contiguous() for t in (x, w, scale_x, scale_w))
     y = torch.empty(M, N, device=x.device, dtype=dtype)
     grid = triton.cdiv(M, sizes["BLOCK_M"]), triton.cdiv(N, sizes["BLOCK_N"])
-    # 8 warps: a thread holds 64 of a tile's 128 x 128 sums.
+    # 8 warps of 32 threads: each thread holds 64 of a tile's 128 x 128 sums.
     kernel[grid](x, w, scale_x, scale_w, y, M, N, K, **sizes, num_warps=8)
     return y
 
@@ -196,9 +195,10 @@ def product(
 # ------------
 #
 # The tensor cores of Hopper (H100, H200) keep fewer bits of a sum of float8
-# products than float32 does. We allow an error of :math:`2^{-12}` of the sum of
-# the terms' magnitudes, as terms can cancel. The tensor cores add the 128 terms
-# of one block, and float32 adds the blocks, so K does not change the tolerance.
+# products than float32 does. Terms can cancel, so we compare the error with the
+# sum of their magnitudes, and allow :math:`2^{-12}` of it: a wrong scale would
+# err far more. Whatever K is, the tensor cores add only the 128 terms of a
+# block.
 
 
 def show_error(product):
@@ -217,9 +217,9 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# Rates count :math:`2MNK` operations. *cuBLAS* takes the same scales, stored by
-# columns; the transposition is not timed. *cuBLAS, per row* is a product of
-# float8 with one scale for each row, and *cuBLAS, bfloat16* has no scales.
+# Rates count :math:`2MNK` operations; ``y`` is bfloat16. *cuBLAS* takes the
+# same scales, stored by columns; the transposition is not timed. *cuBLAS, per
+# row* has a scale for each row of ``x`` and ``w``, *cuBLAS, bfloat16* has none.
 
 
 def show_rates(ours):
@@ -305,14 +305,14 @@ if __name__ == "__main__":
     print("relative error", table.to_string(float_format="%.3f"), sep="\n")
 
 # %%
-# With a factor of 1 there is no outlier. As float8 has an exponent, a factor of
-# 4096 costs hardly anything. With a larger one, the scale that keeps the
-# outlier from overflow rounds the rest of its block of ``x`` to zero. In ``w``,
-# it is the divided column that rounds to zero. With one scale and the largest
-# factor, hardly anything is left: a result of zeros has an error of 1. Block
-# scales lose at most one group of 128 in each row of ``x``, 3 % of K, and one
-# column of ``w``. As the error is a ratio of norms, losing 3 % of the terms
-# makes it about :math:`\sqrt{0.03} = 0.17` at most.
+# With a factor of 1 there is no outlier. This float8 keeps its precision from
+# :math:`2^{-6}` to 448, a factor of 28672, so 4096 costs hardly anything. With
+# a larger one, the scale that keeps the outlier from overflow rounds the rest
+# of its block of ``x`` to zero. In ``w``, the divided column is the small one,
+# and rounds to zero. With one scale and the largest factor, hardly anything is
+# left: a result of zeros has an error of 1. Block scales lose at most one group
+# of 128 in each row, 3 % of K. The error is a ratio of norms, so that makes it
+# about :math:`\sqrt{0.03} = 0.17` at most.
 
 # %%
 # What does the copy engine bring?
@@ -393,13 +393,14 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ------
 #
 # ``block_scaled_matmul(x, weight, scale_x, scale_weight)`` is this gallery's
-# op. It is ``descriptor_kernel`` with one program for each multiprocessor,
-# which computes several tiles (``persistent_matmul.py``), with smaller tiles
-# for few rows. It takes scales that are not contiguous.
+# op, for Hopper and NVIDIA's later GPUs. It has one program for each
+# multiprocessor, which computes several tiles (``persistent_matmul.py``), with
+# smaller tiles for few rows, and takes scales that are not contiguous.
 #
-# On Hopper, it is a kernel in Gluon, a lower level of Triton
-# (``gluon_matmul.py``): each of up to three teams of four warps multiplies 64
-# rows, and none waits for another. So one team can scale while the tensor cores
+# On later GPUs, a program computes as ``descriptor_kernel`` does. On Hopper,
+# the kernel is in Gluon, a lower level of Triton (``gluon_matmul.py``): the
+# warps that multiply form up to three teams of four. A team computes 64 rows of
+# a tile and waits for no other, so one can scale while the tensor cores
 # multiply for another.
 
 from triton_gallery_ops.block_scaled_matmul import block_scaled_matmul
@@ -409,8 +410,9 @@ from triton_gallery_ops.block_scaled_matmul import block_scaled_matmul
 # ----------
 #
 # The sizes (M, N, K) are of layers of models. *Triton* is the op, and *Triton,
-# this page* is ``descriptor_kernel``. Farther right is faster. The table below
-# the chart divides the op's rate by each of cuBLAS's, and says what is fastest.
+# this page* is ``descriptor_kernel``. The dots of a size are below its label;
+# farther right is faster. The table divides the op's rate by each of cuBLAS's:
+# above 1, the op is faster.
 
 LAYERS = [
     (64, 7168, 2048),
@@ -448,11 +450,12 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     print(verdict.to_string())
 
 # %%
-# On Hopper, take what the last column names for sizes like yours. At the first
-# size, each call takes longer on the CPU (the line below the chart) than on the
-# GPU, and the op's takes longest: there it pays only in a CUDA graph
+# On Hopper, take what the last column names for sizes like yours (``cublas``,
+# in the fold of *How fast?*, shows the call). At the first three sizes, a call
+# of the op takes longer on the CPU (the line below the chart) than on the GPU,
+# and longer than a call of cuBLAS: there, take the op only in a CUDA graph
 # (``cuda_graphs.py``). On other GPUs, PyTorch has no product with these scales
-# and raises an error. The op runs on Hopper and on NVIDIA's later GPUs alone.
+# and raises an error.
 
 # %%
 # Exercises

@@ -47,7 +47,7 @@ After this page you can
 * count the bytes that a fused kernel saves, before you write it;
 * quantize a row inside the kernel that computes it, with a scale for the row or
   for groups of 128;
-* round in a fused kernel where separate kernels would.
+* round in a fused kernel where separate kernels would round.
 """
 
 # sphinx_gallery_tags = ["quantization", "float8", "fusion", "memory bound"]
@@ -139,7 +139,7 @@ def norm_torch(x, weight):
 
 
 def in_torch(x, weight):
-    """Return the norm of each row over its scale as float8, and the scales."""
+    """Return the norm divided by its scales, as float8, and the scales."""
     y = norm_torch(x, weight)
     scales = (y.abs().amax(-1, keepdim=True).float() / 448).clamp(min=2.0**-126)
     return (y.float() * (1 / scales)).to(E4M3), scales
@@ -166,9 +166,9 @@ if __name__ == "__main__":
 # It begins as the kernel of an RMSNorm: ``r`` is one over the root mean square.
 # But it does not store ``y``. The row's largest magnitude gives the scale, and
 # the row, still in registers, is multiplied by the scale's inverse. Two kernels
-# would store ``y`` in the dtype of ``x``. So this one rounds it, too, and gives
-# their values, as vLLM and TensorRT-LLM do. Masked elements of 0 change neither
-# the sum nor the maximum.
+# would store ``y`` in the dtype of ``x``. So this one rounds ``y``, as vLLM and
+# TensorRT-LLM do, and agrees with two kernels but for a few values (*The
+# result* says why). Masked elements of 0 change neither sum nor maximum.
 
 
 @triton.jit
@@ -178,7 +178,7 @@ def norm_kernel(
     values_ptr,
     scale_ptr,
     N,
-    EPS: tl.constexpr,
+    EPS: tl.constexpr,  # compiled in, as EPS and MAX do not vary
     MAX: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -189,7 +189,7 @@ def norm_kernel(
     weight = tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     r = tl.rsqrt(tl.sum(x * x, axis=0) / N + EPS)
     y = x * r * weight  # (BLOCK_N,)
-    y = y.to(x_ptr.dtype.element_ty).to(tl.float32)  # as if stored and loaded
+    y = y.to(x_ptr.dtype.element_ty).to(tl.float32)  # as if stored in x's dtype
     largest = tl.max(tl.abs(y), axis=0)
     scale = tl.maximum(largest / MAX, 2.0**-126)
     values = y * (1 / scale)  # (BLOCK_N,); just above MAX at most
@@ -199,9 +199,9 @@ def norm_kernel(
 
 
 def norm_and_quantize(x, weight, eps=EPS, dtype=E4M3, MAX=448.0):
-    """Return the norm of each row over its scale, and the scales."""
+    """Return the norm divided by its scales (one for a row), and the scales."""
     M, N = x.shape
-    assert 0 < N <= 16384  # 16 warps: on AMD GPUs 64 threads each, the limit
+    assert 0 < N <= 16384  # 16 warps: 1024 threads on AMD GPUs, the limit
     assert weight.shape == (N,)
     assert dtype.is_floating_point  # an integer would have to be rounded first
     x, weight = x.contiguous(), weight.contiguous()
@@ -218,11 +218,11 @@ def norm_and_quantize(x, weight, eps=EPS, dtype=E4M3, MAX=448.0):
 # Is it right?
 # ------------
 #
-# Values go up to 448. We allow an error of 0.01: enough for float32, too little
-# for 16 bits. Triton's interpreter rounds to float8 wrongly, so the check in
-# float8 needs no rounding: ``x * r`` is 1 or -1, the weights are float8
-# numbers, and the largest is 448, so the scale is 1. With weights a little
-# larger, this must be the same: ``y`` is rounded to bfloat16.
+# Values go up to 448. In float32, we allow an error of 0.01: 16 bits would
+# exceed it. In float8, Triton's interpreter rounds wrongly, so PyTorch and the
+# kernel get inputs that need no rounding: ``x * r`` is 1 or -1, weights are
+# float8 numbers, the largest is 448, the scale 1. Last, the weights grow by
+# less than half a bfloat16 step: ``y``, rounded, must stay the same.
 
 
 def compare(values, scales, exact, allowed=0.01):
@@ -276,9 +276,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     print("GB/s", table.to_string(), sep="\n")
 
 # %%
-# At these powers of two, ``norm_kernel`` is slower the longer the row is. The
-# last chart has other lengths, too. The roof is measured like the others, so a
-# kernel may be a little above it.
+# ``x`` has ``2**28`` bfloat16 numbers, whatever N is. At these powers of two,
+# ``norm_kernel`` is slower the longer the row is. The roof is measured like the
+# others, so a kernel may be a little above it.
 
 # %%
 # Groups of 128
@@ -286,11 +286,12 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # The steps after ``y`` serve any kernel, so they become a function, here with a
 # scale for each group. It reshapes the row to (groups, 128): each row of that
-# block is one group. ``GROUP`` is a power of two, as ``BLOCK_N`` is. For a norm
-# with groups, keep ``norm_kernel`` down to the rounded ``y``, then call this
-# function with scales of shape (M, cdiv(N, GROUP)). With ``GROUP = BLOCK_N``
-# the row is one group, as in ``norm_kernel``. Masked elements of ``y`` must be
-# 0: a LayerNorm, which subtracts the mean, has to set them to 0 again.
+# block is one group. ``GROUP`` is a power of two, at most ``BLOCK_N``; if they
+# are equal, the row is one group, as in ``norm_kernel``. For a norm with
+# groups, keep ``norm_kernel`` down to the rounded ``y``, then call this
+# function as ``swiglu_kernel``, below, does. Masked elements of ``y`` must be
+# 0, as they are here. A LayerNorm must also set ``x - mean`` to 0 there, before
+# it sums the squares: ``tl.where(mask, x - mean, 0.0)``.
 
 
 @triton.jit
@@ -325,7 +326,7 @@ def store_groups(
 # bfloat16, three kernels move 13 bytes an element: the addition 2 + 2 + 2, the
 # norm 2 + 2, and quantization 2 + 1. One kernel moves 7, 2 + 2 + 2 + 1: it
 # writes ``h`` for later layers, but does not read it again for the norm. Like
-# ``y``, the sum is rounded first.
+# ``y``, ``h`` is rounded before it is used: the norm sees what is stored.
 
 
 @triton.jit
@@ -394,7 +395,9 @@ if __name__ == "__main__":
 #
 # SwiGLU makes the input of the second product in a feed-forward layer:
 # ``silu(gate) * up``, where ``silu(x)`` is ``x * sigmoid(x)``. The kernel
-# computes this as its ``y`` and calls ``store_groups``.
+# computes this as its ``y`` and calls ``store_groups``. A row has
+# ``cdiv(N, GROUP)`` scales. ``compare_groups``, in the first fold, fills up the
+# last group with zeros.
 
 
 @triton.jit
@@ -421,7 +424,7 @@ def swiglu_kernel(
 
 
 def swiglu_and_quantize(gate, up, dtype=E4M3, GROUP=128):
-    """Return the SwiGLU of rows, each group over its scale, and the scales."""
+    """Return the SwiGLU, each group divided by its scale, and the scales."""
     M, N = gate.shape
     assert 0 < N <= 16384
     assert up.shape == gate.shape
@@ -494,18 +497,20 @@ if __name__ == "__main__":
 # The result
 # ----------
 #
-# RMSNorm and a scale for each row, in bfloat16. In the chart, *Triton* is the
-# op, *Triton, this page* is ``norm_kernel``, and *Triton, two ops* are
-# ``rms_norm`` and ``quantize``, each in its own kernel. Where N is no power of
-# two, ``norm_kernel`` masks off a part of its block: its line dips at 2880,
-# 5120 and 12288. At the shortest and the longest rows it is faster than the op;
-# at 1024 ``torch.compile`` is, too. *PyTorch's best* is the faster of PyTorch
-# and ``torch.compile`` at each length. A call of the op takes more CPU time
-# than ``norm_kernel``'s and less than two ops: that counts for few rows, unless
-# a CUDA graph launches them.
+# RMSNorm and a scale for each row, in bfloat16. *Triton* is the op, *Triton,
+# this page* is ``norm_kernel``, and *Triton, two ops* are ``rms_norm`` and
+# ``quantize``, each in its own kernel. The line of ``norm_kernel`` dips at
+# 2880, 5120 and 12288, where at least a quarter of its block is masked off.
+# There and at 4096 the op is faster than ``norm_kernel``; at other lengths it
+# is slower, and at 1024 slower than ``torch.compile``, too. *PyTorch's best* is
+# the faster of PyTorch and ``torch.compile`` at each length. With few rows the
+# CPU time of a call (below the chart) decides, unless a CUDA graph launches it:
+# the op's is longer than that of ``norm_kernel`` or ``torch.compile``.
 #
-# The last two lines compare values with those of two ops: none may be off by
-# more than one float8 (``nearly_equal``, in the first fold, says why).
+# The last two lines compare values with those of two ops. Kernels may sum a row
+# in different orders, so ``r`` may differ in its last bit. Then a ``y`` half
+# way between two bfloat16 numbers may become the other, and its value the next
+# float8, but no other.
 
 SIZES = [1024, 2048, 2880, 4096, 5120, 7168, 12288, 16384]
 

@@ -168,9 +168,9 @@ def unpack_in_order(words, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
 
 
 # %%
-# A program multiplies 64 rows of ``W`` by 16 of ``x``. A step is one group, in
+# A program multiplies 64 rows of ``W`` by 16 of ``x``. ``W`` comes first, as
+# tensor cores can read a first operand from registers. A step is one group, in
 # which a row of ``W`` has one scale: so we scale the product, not each weight.
-# The grid is over ``W``, parts of ``K`` (one, until *Few programs*) and ``x``.
 
 
 @triton.jit
@@ -189,9 +189,9 @@ def int4_kernel(
     UNPACK: tl.constexpr,  # a function, as unpack_in_order
 ):
     # In int32 the offset of a row would overflow past element 2**31.
-    pid_n = tl.program_id(axis=0).to(tl.int64)
-    pid_k = tl.program_id(axis=1).to(tl.int64)
-    pid_m = tl.program_id(axis=2).to(tl.int64)
+    pid_n = tl.program_id(axis=0).to(tl.int64)  # rows of W
+    pid_k = tl.program_id(axis=1).to(tl.int64)  # part of K, at first all of it
+    pid_m = tl.program_id(axis=2).to(tl.int64)  # rows of x
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]  # (BLOCK_N, 1)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]  # (1, BLOCK_M)
     offs_k = tl.arange(0, GROUP)[:, None]  # (GROUP, 1)
@@ -208,7 +208,7 @@ def int4_kernel(
         w = codes.to(zero.dtype) - zero  # integers, exact in float16
         x_ptrs = x_ptr + offs_m * K + group * GROUP + offs_k
         x = tl.load(x_ptrs, mask=offs_m < M, other=0.0)  # (GROUP, BLOCK_M)
-        acc += tl.dot(w, x) * scale
+        acc += tl.dot(w, x) * scale  # w @ x, on the tensor cores
     y_ptrs = y_ptr + pid_k * M * N + offs_m * N + offs_n
     tl.store(y_ptrs, acc, mask=(offs_n < N) & (offs_m < M))
 
@@ -256,9 +256,9 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# One row times weights of three sizes, N x K. *Roof* is PyTorch's sum of codes,
-# scales and zero points: 4 + 2 * 16 / 128 = 4.25 bits a weight. Rates count
-# these even for cuBLAS, which reads 16: twice the rate is half the time.
+# One row times weights of three sizes, N x K. *Roof* is ``torch.sum`` of codes,
+# scales and zero points (4 + 2 * 16 / 128 bits a weight): a plain read, but no
+# limit. Rates count these bytes even for cuBLAS, which reads 16 bits a weight.
 
 
 def show_rates(ours):
@@ -303,8 +303,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Floats without a conversion
 # ---------------------------
 #
-# Our kernel reads fewer bits than cuBLAS, and is slower. (The roof is no limit:
-# reading 16 bits, cuBLAS reads more bytes a second.) What does our kernel do
+# Our kernel reads fewer bits than cuBLAS, and is slower. What does it do
 # besides reading? A program's 128 threads (4 warps of 32, Triton's default)
 # share a tile of 64 x 128 codes, so in each group a thread converts 64 codes
 # from integers to floats. And ``reshape`` leaves codes in threads that do not
@@ -328,11 +327,11 @@ if __name__ == "__main__":
 # unpacks the other six codes.
 #
 # Which codes should share a word? The matrix instruction fixes which thread
-# holds which element of its first operand. Four threads, ``t`` from 0 to 3,
-# share a row: of every eight columns, thread ``t`` holds ``2 t`` and
-# ``2 t + 1``. So a word holds codes of one thread alone: two from each of four
-# blocks of eight columns, 16 bits apart. A group of 128 is four such words for
-# a thread, ``4 t`` to ``4 t + 3``: side by side, they are one load of 16 bytes.
+# holds which element of its first operand, if these have 16 bits: four threads,
+# ``t`` from 0 to 3, share a row, and of every eight columns thread ``t`` holds
+# ``2 t`` and ``2 t + 1``. So a word holds codes of one thread alone: two from
+# each of four runs of eight columns, 16 bits apart. A group of 128 is four such
+# words of a thread, ``4 t`` to ``4 t + 3``, side by side: a load of 16 bytes.
 
 
 def pack_in_pairs(codes, GROUP=GROUP):
@@ -359,8 +358,8 @@ if __name__ == "__main__":
 # A new function for ``UNPACK`` undoes this order. ``tl.join`` alternates the
 # elements of two tensors, along a new last dimension. Joining ``c0`` with
 # ``c2``, ``c1`` with ``c3``, and then both results gives the order ``c0``,
-# ``c1``, ``c2``, ``c3``. ``permute`` then puts the columns in order. The
-# comments follow word 0 of a row:
+# ``c1``, ``c2``, ``c3``. ``permute`` then puts the columns in order; no code
+# changes its thread (see the count below). The comments follow word 0 of a row:
 
 
 @triton.jit
@@ -374,7 +373,7 @@ def unpack_pairs(words, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
     even = tl.join(c0, c2)  # (BLOCK_N, GROUP // 8, 2)
     odd = tl.join(c1, c3)  # (BLOCK_N, GROUP // 8, 2)
     pairs = tl.join(even, odd)  # (..., 2, 2): c0, c1, c2, c3
-    # The lower half of each: columns 0, 8, 16 and 24; then the upper one
+    # int16 keeps the lower half of each: columns 0, 8, 16, 24; then the upper
     low = pairs.to(tl.int16).to(tl.float16, bitcast=True)
     high = (pairs >> 16).to(tl.int16).to(tl.float16, bitcast=True)
     codes = tl.join(low, high)  # (..., 2, 2, 2): columns 0, 1, 8, 9, 16, ...
@@ -392,8 +391,8 @@ if __name__ == "__main__":
 
 # %%
 # ``count_instructions``, from the folded cell, compiles the kernel for an H100,
-# which needs no GPU. In the PTX, NVIDIA's assembly language, it counts the
-# instructions of a thread, nearly all of them for one group:
+# which needs no GPU. In the PTX, NVIDIA's assembly language, it counts a
+# thread's instructions: the loop's body once (one group), and those outside it.
 
 if __name__ == "__main__":
     orders = ("in order", "in pairs")
@@ -403,9 +402,10 @@ if __name__ == "__main__":
 
 # %%
 # *In pairs* converts no code, and stores none to shared memory. It subtracts
-# 1024 and then the zero point from each of the thread's 32 pairs. The loads
-# that are left read words, four at a time, and the results after the loop. Both
-# get to shared memory by other instructions, which the table does not count.
+# 1024 and then the zero point from each of the thread's 32 pairs; *in order*
+# subtracts from single codes, which is not counted. The loads that are left
+# read words, which ``num_stages`` copies to shared memory ahead of their use,
+# and, after the loop, results, which pass through it to be stored in order.
 
 # %%
 # Few programs: split the sum
@@ -417,7 +417,7 @@ if __name__ == "__main__":
 # Each stores its part of the sum, and PyTorch adds the parts in a fixed order:
 # the result is deterministic. Down a column of the table (measured again),
 # first the order of the codes changes, then ``splits``. Without splits, the
-# columns have 64, 128 and 224 programs; splits help the last one least.
+# columns have 64, 128 and 224 programs: the last gains least from splits.
 
 OURS["in pairs"] = in_pairs
 for splits in (2, 4, 8):
@@ -433,8 +433,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ``int4_matmul``
 #
 # * chooses the tile and ``splits`` by the sizes;
-# * loads a scale and its zero point as one word, and subtracts once, not twice:
-#   the bits that make a code a float depend on the zero point (exercise 2);
+# * loads a scale and its zero point as one word, and subtracts once, not twice
+#   (exercise 2);
 # * takes bfloat16, other groups, and weights of GPTQ and AWQ, two widely used
 #   ways of choosing 4-bit weights;
 # * has a gradient for ``x``, and leaves more than 512 rows to cuBLAS.
@@ -447,7 +447,7 @@ from triton_gallery_ops.int4_matmul import int4_matmul
 #
 # We multiply 1 to 16 rows by a weight of 8192 x 8192. *Triton* is the op, and
 # *Triton, this page* is ``in_pairs`` with ``splits=4``. Rates count the same
-# bytes for any number of rows: a flat line says that more rows take no longer.
+# bytes for any number of rows: where a line is flat, more rows take no longer.
 
 SIZE = 8192
 

@@ -35,10 +35,11 @@ MXFP8, MXFP4 and NVFP4 with tl.dot_scaled
 
 *Microscaling* (MX) matrices have numbers of 8 or 4 bits, and each 32 numbers of
 a row share a scale of one byte. ``tl.dot_scaled`` multiplies two such tiles
-with their scales. NVIDIA's B200 and AMD's MI350 have an instruction for that;
-on an H100, Triton turns the numbers into bfloat16 first. Use MX formats on GPUs
-with the instruction, or for models whose weights come in them. For float8 on an
-H100, see ``fp8_matmul.py`` and ``block_scaled_matmul.py``.
+with their scales. NVIDIA's B200 and AMD's MI350 have an instruction for that.
+On an H100, each program turns its numbers into bfloat16 first: with many rows,
+decode each matrix once instead. Use MX formats on GPUs with the instruction, or
+for models whose weights come in them. For float8 on an H100, see
+``fp8_matmul.py`` and ``block_scaled_matmul.py``.
 
 After this page you can
 
@@ -326,16 +327,16 @@ if __name__ == "__main__":
     print(f"so an H100's tensor cores work at most {share:.0%} of the time")
 
 # %%
-# That is the most, if both work at once; ``group_kernel`` stays far below it.
-# Threads multiply each *result* of a group twice, 2 x 128 x 64 times, though
-# the group has only 128 + 64 scales. An instruction that takes the scales
-# beside the numbers leaves threads nothing to multiply.
+# That is the most, if both work at once and nothing else takes time;
+# ``group_kernel`` stays far below it. Threads multiply each *result* of a group
+# twice, though the group has only 128 + 64 scales. An instruction that takes
+# the scales, too, leaves threads nothing to multiply.
 #
-# ``acc = tl.dot_scaled(x, scale_x, "e4m3", w, scale_w, "e2m1", acc)`` asks for
-# this instruction, with the numbers, scales and format of each matrix. Formats
-# are ``e4m3``, ``e5m2``, ``e2m1``, ``bf16`` and ``fp16``; the scale of a matrix
-# of 16 bits is None. We pass ``w.T``, a tile of (BLOCK_K, BLOCK_N), or of
-# (BLOCK_K / 2, BLOCK_N) for ``e2m1``, but do not transpose its scales.
+# ``acc = tl.dot_scaled(x, scale_x, "e4m3", w.T, scale_w, "e2m1", acc)`` asks
+# for it. After each matrix come its scales and its format: ``e4m3``, ``e5m2``,
+# ``e2m1``, or ``bf16`` and ``fp16``, whose scales are None. ``w.T`` is
+# (BLOCK_K, BLOCK_N), for ``e2m1`` (BLOCK_K / 2, BLOCK_N). Its scales are not
+# transposed: (BLOCK_N, BLOCK_K / 32).
 
 
 @triton.jit
@@ -425,16 +426,18 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 
 # %%
 # On such a GPU, ``tl.dot_scaled`` decodes to bfloat16, as *torch.compile* does.
-# But *torch.compile* decodes each matrix once. In ``scaled_kernel``, each
-# program decodes what it loads: all of ``w`` M / 128 times, ``x`` N / 128.
+# (Sums of bfloat16 products keep more bits: the errors above are smaller.) But
+# *torch.compile* decodes each matrix once. In ``scaled_kernel``, each program
+# decodes what it loads: all of ``w`` M / 128 times, all of ``x`` N / 128 times.
 
 # %%
 # Which instruction is it?
 # ------------------------
 #
-# A kernel compiles for any GPU, also for one that is not here. Its signature
-# has the types of arguments, the constants, and what is a multiple of 16. The
-# H100's target is ``("cuda", 90, 32)``: 32 is the threads of a warp.
+# Triton compiles a kernel for any GPU, even one that you do not have. Instead
+# of arguments it takes a *signature*, from the folded first cell: the types of
+# arguments, the constants, and which arguments are multiples of 16 (compilers
+# use that). The H100's target is ``("cuda", 90, 32)``, with 32 threads a warp.
 
 
 def instructions(target, signature):
@@ -456,18 +459,18 @@ if __name__ == "__main__":
 #
 # ``block_scale`` and ``scale`` say that the instruction takes scales, and
 # ``kind`` names its formats: ``f8f6f4`` is any mix of 8, 6 and 4 bits.
-# ``scale_vec`` counts the scales of a row in one instruction: 1X is 32 numbers
-# in one group, 2X is 64 in two, 4X is 64 in four groups of 16 (newer Tritons
-# write ``block32`` and ``block16``). On the H100, both operands are in bfloat16
-# (``bf16.bf16``). Within bfloat16's range, decoding is exact: a number has at
-# most 4 significant bits, and bfloat16 has 8.
+# ``scale_vec`` is how many groups of a row one instruction takes: 1X one of 32
+# numbers, 2X two of 32, 4X four of 16 (newer Tritons write ``block32`` and
+# ``block16``). On the H100, both operands are bfloat16 (``bf16.bf16``). Within
+# its range, decoding is exact: a number has at most 4 significant bits, and
+# bfloat16 has 8.
 #
 # *NVFP4* is NVIDIA's format of 4 bits. Each group of 16 ``e2m1`` has a scale in
 # ``e4m3``, and the whole tensor one in float32, by which a kernel multiplies
 # its result. ``scaled_kernel`` compiles for it with GROUP = 16, which
-# ``tl.dot_scaled`` learns from the scales. ``scaled_product`` does not take it:
-# even Triton 3.9's interpreter, which takes its scales for powers of two, could
-# not check it.
+# ``tl.dot_scaled`` infers from the scales' dtype. ``scaled_product`` does not
+# take it: even Triton 3.9's interpreter takes its scales for powers of two, and
+# could not check it.
 
 # %%
 # The op
@@ -479,8 +482,8 @@ if __name__ == "__main__":
 # have it, call ``mx_matmul(x, weight, None, scale_weight)``.
 #
 # Where the GPU has the instruction, more than 64 rows go to ``tl.dot_scaled``.
-# Otherwise the op decodes tiles itself (exercise 2), smaller ones for few rows,
-# scales them, rounds them to 16 bits and calls ``tl.dot``.
+# Otherwise, and for ``x`` of 16 bits, the op decodes a tile (exercise 2),
+# scales it, rounds it to 16 bits and calls ``tl.dot``.
 
 from triton_gallery_ops.mx_matmul import mx_matmul
 
@@ -490,8 +493,8 @@ from triton_gallery_ops.mx_matmul import mx_matmul
 #
 # The sizes (M, N, K) are of layers of models. *Triton* is the op with MXFP8,
 # *Triton, MXFP4 weight* the op with ``x`` in bfloat16, and *Triton, this page*
-# is ``scaled_kernel``. The lines below the chart divide the op's rate by each
-# other rate, from the lowest ratio to the highest: below 1, the op is slower.
+# is ``scaled_kernel``. Below the chart, a line is the op's rate over that of
+# another series, the lowest and the highest: below 1, the op is slower.
 
 LAYERS = [
     (16, 7168, 2048),
@@ -535,10 +538,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     print("op faster than torch.compile at M =", ", ".join(rows) or "none")
 
 # %%
-# Only *torch.compile* computes the op's product: cuBLAS has no groups, and
-# *Triton, MXFP4 weight* has no ``x`` to decode. Without the instruction, take
-# the op for as few rows as in the last line. For more, decode each matrix once
-# and multiply in bfloat16.
+# Besides our kernel, only *torch.compile* computes the op's product: cuBLAS has
+# no groups, and *Triton, MXFP4 weight* has no ``x`` to decode. Without the
+# instruction, use the op for no more rows than the last line names. For more,
+# decode each matrix once and multiply in bfloat16.
 
 # %%
 # Exercises
@@ -574,11 +577,10 @@ if __name__ == "__main__":
 # **2.** Multiply MXFP8 by MXFP4 without ``tl.dot_scaled``: write a kernel with
 # the arguments of ``group_kernel`` whose ``w`` is packed. The highest bit of a
 # code is its sign, two are its exponent and the last its mantissa. Shifted left
-# by 9, these three are the lowest two bits of a float16's exponent and the
-# first of its mantissa: a float16 that is the number's magnitude times
-# :math:`2^{-14}`, as the exponents' offsets are 15 and 1. ``tl.join``
-# alternates the elements of two tensors along a new last axis, and
-# ``tl.reshape`` makes that one axis of K.
+# by 9, these three are the bits of a float16: the number's magnitude times
+# :math:`2^{-14}`. Code 3, for 1.5, gives 0x0600, :math:`1.5 \cdot 2^{-14}`.
+# ``tl.join`` alternates the elements of two tensors along a new last axis, and
+# ``tl.reshape`` makes the last two axes one.
 
 mixed_kernel = None  # your kernel
 

@@ -158,15 +158,15 @@ def rows_of_bytes(generator):
 # mantissa, and no infinity. Its largest number is 448. We divide each row by a
 # *scale* that brings its largest magnitude to 448, and keep the scale:
 # :math:`x \approx \mathit{values} \cdot \mathit{scale}`. PyTorch does it in
-# several kernels; ``Traffic`` counts the bytes that these read and write. The
-# *floor* is what any kernel moves: it reads ``x`` and writes values and scales.
+# several operators, each a kernel; ``Traffic`` counts the bytes that they move.
+# The *floor* is what any kernel moves: ``x`` in, values and scales out.
 
 E4M3 = torch.float8_e4m3fn
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 
 
 def quantize_torch(x):
-    """Return each row over its scale as float8, and the scales."""
+    """Return each row divided by its scale, as float8, and the scales."""
     largest = x.abs().amax(-1, keepdim=True).float()
     scales = largest / 448
     return (x.float() * (1 / scales)).to(E4M3), scales
@@ -184,12 +184,12 @@ if __name__ == "__main__":
 # The first kernel
 # ----------------
 #
-# A program keeps a row in registers, so that the row is read once for both
-# uses. Masked elements are 0, which changes no maximum. A row of zeros would
-# have the scale 0 and, as in ``quantize_torch``, NaN values; for tiny numbers
-# the inverse overflows. So no scale is below ``2.0**-126``, the smallest
-# float32 with a full mantissa. A cast to int8 cuts the fraction off, so the
-# kernel rounds first: ``floor(v + 0.5)``.
+# A program keeps a row in registers, so it reads the row once for the maximum
+# and for the values. Masked elements are 0, which changes no maximum. A row of
+# zeros would have the scale 0 and, as in ``quantize_torch``, NaN values; the
+# inverse of a tiny scale overflows. So no scale is below ``2.0**-126``, the
+# smallest float32 with a full mantissa. A cast to int8 cuts the fraction off,
+# so the kernel rounds first: ``floor(v + 0.5)``.
 
 
 @triton.jit
@@ -201,18 +201,18 @@ def row_kernel(
     mask = offs < N
     x = tl.load(x_ptr + row * N + offs, mask=mask, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(x), axis=0)
-    scale = tl.maximum(largest / MAX, 2.0**-126)
+    scale = tl.maximum(largest / MAX, 2.0**-126)  # the larger of two numbers
     # One division for the row, and a product for each element
     values = x * (1 / scale)  # (BLOCK_N,)
     if values_ptr.dtype.element_ty.is_int():  # decided at compile time
         values = tl.floor(values + 0.5)
-    values = values.to(values_ptr.dtype.element_ty)
+    values = values.to(values_ptr.dtype.element_ty)  # the output's dtype
     tl.store(values_ptr + row * N + offs, values, mask=mask)
     tl.store(scale_ptr + row, scale)
 
 
 def quantize_rows(x, kernel=row_kernel, dtype=E4M3, MAX=None):
-    """Return each row of a matrix over its scale, and the scales."""
+    """Return each row divided by its scale, and the scales."""
     info = torch.finfo if dtype.is_floating_point else torch.iinfo
     MAX = MAX or float(info(dtype).max)  # 448 for float8_e4m3fn
     M, N = x.shape
@@ -230,11 +230,11 @@ def quantize_rows(x, kernel=row_kernel, dtype=E4M3, MAX=None):
 # Is it right?
 # ------------
 #
-# A GPU rounds to the nearest float8. Triton's interpreter may lose a carry:
-# 1.97 becomes 1, not 2. So the first check, for both, has rows of float8
-# numbers times a power of two: nothing is rounded, and the error must be 0.
-# Int8 numbers are one scale (a *step*) apart, so rounding is off by half a step
-# at most.
+# Unlike a GPU, Triton's interpreter does not always round to the nearest
+# float8: 1.97 becomes 1, not 2. So the first check needs no rounding: its rows
+# are float8 numbers times a power of two, and the error must be 0. In int8,
+# neighbors are one scale (a *step*) apart, so the second check allows half a
+# step.
 
 
 def exact_rows(M, N, largest=448):
@@ -249,7 +249,7 @@ def exact_rows(M, N, largest=448):
 if __name__ == "__main__":
     x, powers = exact_rows(7, 1000)
     x[3:5] = 0  # row 3 is all zeros
-    x[4, 0] = 2.0**-125  # row 4 is tiny: over 448 it is below the least scale
+    x[4, 0] = 2.0**-125  # so small that row 4 has the least scale
     powers[3:5] = 2.0**-126
     values, scales = quantize_rows(x)
     error = (values.float() * scales - x).abs().max().item()
@@ -266,10 +266,11 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# The *roof* is a copy that moves as many bytes as the floor. It is measured,
-# too, so a kernel may be a little above it. First, random numbers are compared
-# with PyTorch: no value may be off by more than one float8 (``compare``, in the
-# first fold, says why).
+# The matrices have ``2**28`` bfloat16 numbers in rows of N. The *roof* is a
+# copy of as many bytes as the floor; it is measured, so a kernel may be a
+# little above it. First, random numbers are compared with PyTorch: the last
+# bits of a division may differ, so a value half way between two float8 numbers
+# may become either.
 
 ELEMENTS = 2**28  # far more than a GPU's caches hold
 FLOOR = 3e-6 * ELEMENTS  # megabytes: two bytes read, one written
@@ -301,7 +302,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # %%
 # The first kernel is as fast as a copy, except for the shortest rows: there, a
 # program has only 512 bytes to read. In the kernel for groups, below, a program
-# takes several rows. ``torch.compile`` is as fast as a copy, except at 4096.
+# takes several rows; with ``GROUP=256``, a group is such a row.
+# ``torch.compile`` is as fast as a copy, except at 4096.
 #
 # Break it: one outlier
 # ---------------------
@@ -318,9 +320,10 @@ if __name__ == "__main__":
         print(f"{dtype!s:20} keeps {kept} of 1024 numbers")
 
 # %%
-# In int8 one outlier decides the step of the whole row, and all other numbers
-# become 0. A float8 has three bits of mantissa down to ``2**-6``, and fewer
-# down to ``2**-9``: only numbers very close to 0 are lost.
+# In int8, the outlier makes the step 1000 / 127, about 8. All other numbers are
+# within half a step of 0 and become 0. Float8 numbers near 0 are closer
+# together: the smallest above 0 is ``2**-9``. Half of it, times the scale of
+# 1000 / 448, is about 0.002, and only smaller numbers become 0.
 
 # %%
 # How large may a block be?
@@ -331,8 +334,7 @@ if __name__ == "__main__":
 # numbers, much as weights are; and the same with *outliers*, one column in a
 # hundred 50 times larger, as in activations of language models. Each line of
 # the table has a smaller block: the rows x columns that share a scale. The
-# error is the root mean square of the differences over that of ``x``
-# (``error_of``, in the first fold).
+# error is the root mean square of the differences divided by that of ``x``.
 
 if __name__ == "__main__":
     M, N = 256, 1024
@@ -348,21 +350,22 @@ if __name__ == "__main__":
 # scale for each 32. In int8, small blocks help, and most where there are
 # outliers. Without outliers int8 is more exact, with them float8.
 #
-# With outliers, small blocks help float8, too: the largest number of a block
-# becomes 448, without an error. The smaller the blocks, the more outliers are
-# the largest of theirs, and outliers make most of the error. But scales take
-# memory: in 1 x 32 an eighth of what the values take, in 1 x 128 a
-# thirty-second. We take 128.
+# With outliers, small blocks help float8, too. Outliers make most of the error,
+# and in smaller blocks more of them are the largest number, which becomes 448
+# exactly. But scales take memory: with 1 x 32 an eighth of what the values
+# take, with 1 x 128 a thirty-second. We take 128. Blocks of a column would fit
+# these outliers, but a matrix product sums over columns: their scales could not
+# be taken out of the sum.
 
 # %%
 # Groups of 128
 # -------------
 #
 # A group needs no other part of its row. So a program takes a tile of 8 rows
-# and 512 columns: ``pid_m`` is its row of tiles, ``pid_n`` its column. The
-# kernel reshapes the tile to (rows, groups, 128), takes the maximum along the
-# last dimension, multiplies each group by the inverse of its scale, and
-# reshapes back to (rows, columns).
+# and 512 columns: ``pid_m`` is its row of tiles, ``pid_n`` its column. As in
+# PyTorch, ``[:, None]`` and ``[None, :]`` broadcast: ``offs`` has an offset for
+# each element of the tile. The kernel reshapes the tile to (rows, groups, 128),
+# takes the maximum along the last dimension, scales, and reshapes back.
 
 
 @triton.jit
@@ -377,7 +380,7 @@ def group_kernel(
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    GROUPS: tl.constexpr = BLOCK_N // GROUP  # of a row of the tile
+    GROUPS: tl.constexpr = BLOCK_N // GROUP  # in a row of the tile; a constant
     pid = tl.program_id(axis=0)
     tiles_n = tl.cdiv(N, BLOCK_N)
     pid_m, pid_n = pid // tiles_n, pid % tiles_n
@@ -401,7 +404,7 @@ def group_kernel(
 
 
 def quantize_groups(x, GROUP=128, dtype=E4M3, MAX=448.0, tile=(8, 512)):
-    """Return each group of a row over its scale, and the scales."""
+    """Return each group divided by its scale, and the scales."""
     assert dtype.is_floating_point  # an integer would have to be rounded first
     BLOCK_M, BLOCK_N = tile  # 4096 elements, 32 a thread in the usual 4 warps
     assert BLOCK_N % GROUP == 0  # and GROUP is a power of two
@@ -433,8 +436,9 @@ if __name__ == "__main__":
 #
 # ``quantize(x, block_size)`` is this gallery's op. To these kernels it adds
 # int8 in groups, e5m2 (a float8 with more exponent and less mantissa), scales
-# of the tensor and of blocks such as 128 x 128, strides, long rows and NaN. Its
-# module also has ``dequantize``, formats of 4 bits, and an op for training.
+# of the tensor and of blocks such as 128 x 128, strides, long rows, and NaN
+# scales for NaN (here a NaN leaves the scale alone). Its module also has
+# ``dequantize``, formats of 4 bits, and an op for training.
 
 from triton_gallery_ops.quantize import quantize
 
@@ -442,13 +446,13 @@ from triton_gallery_ops.quantize import quantize
 # The result
 # ----------
 #
-# Groups of 128 of a row in bfloat16. In the chart, *Triton* is the op, and
-# *Triton, this page* is ``quantize_groups``. Both are close to the roof at each
-# length, so the reshape costs next to no time. ``torch.compile`` is, too,
-# except at 2880: 128 does not divide it, so ``groups_torch``, in the fold, pads
-# the rows. *PyTorch's best* is the faster of PyTorch and ``torch.compile`` at
-# each length. A call of the op takes more CPU time than ``quantize_groups``,
-# which shows where there are few rows.
+# Groups of 128 of a row, matrices as above. In the chart, *Triton* is the op,
+# and *Triton, this page* is ``quantize_groups``. Both are close to the roof at
+# each length. ``torch.compile`` is, too, except at 2880: 128 does not divide
+# it, so in PyTorch the rows are padded. *PyTorch's best* is the faster of
+# PyTorch and ``torch.compile`` at each length. With few rows, the CPU time of a
+# call (below the chart) may decide, and the op's is longer than that of
+# ``quantize_groups``.
 
 SIZES = [512, 768, 1024, 2880, 4096, 7168, 11008, 16384]
 OURS = {

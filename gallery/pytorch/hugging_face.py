@@ -17,8 +17,8 @@ Speed up a Hugging Face model
 The layers of a model in Hugging Face's transformers are a few lines of PyTorch
 each, and each operator in them reads and writes memory. This page measures what
 that costs in time and memory, replaces one layer and the loss by hand, and then
-calls ``patch``, which replaces all that this gallery has an op for. Weights and
-checkpoints stay; a training loop changes only if it reads the logits.
+calls ``patch``, which replaces all layers that this gallery has a kernel for.
+Weights and checkpoints stay; a training loop changes only if it reads logits.
 
 After this page you can
 
@@ -164,12 +164,12 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # One layer by hand
 # -----------------
 #
-# The forward of Llama's norm is six operators of PyTorch and two casts, which
-# read and write the hidden states several times. One kernel keeps a row in
-# registers, and rounds to the dtype of ``y`` where Llama does: before the
-# product with the weight. The backward stays many operators of PyTorch here; a
-# kernel for it is in ``rms_norm.py``. Rows too long for registers are in
-# ``norms_long.py``.
+# The forward of Llama's norm, ``x / sqrt(mean(x**2) + eps) * weight``, is six
+# operators of PyTorch and two casts, which read and write the hidden states
+# several times. One kernel keeps a row in registers. Like Llama, it rounds
+# before the product with the weight. The backward stays many operators of
+# PyTorch here; a kernel for it is in ``rms_norm.py``. Rows too long for
+# registers are in ``norms_long.py``.
 
 
 @triton.jit
@@ -247,9 +247,10 @@ def replace(model, old, new):
 # ------------
 #
 # We compare the loss and all gradients with the same model in float64, and take
-# the largest error. (Llama's norms and loss compute in float32 even there.) The
-# plain model in float32 has an error, too. The changed one adds in another
-# order, so we allow four times the plain one's, a margin that we chose.
+# the largest error. (Llama's norms and loss compute in float32 even there, so
+# this is not exact.) The plain model in float32 has an error, too. The changed
+# one adds in another order, so we allow four times the plain one's, a margin
+# that we chose.
 #
 # A change that replaces nothing would pass, so ``check`` compares the layers'
 # classes, too. A norm that forgets its weight would pass in a new model, where
@@ -263,14 +264,17 @@ def results(model, inputs):
 
 
 def error(found, exact):
-    """Return the largest error of a tensor, as a part of its norm."""
+    """Return the largest relative error of a tensor, in the Euclidean norm."""
     pairs = zip(found, exact, strict=True)
     errors = [(a - b).norm() / b.norm() for a, b in pairs]
     return torch.stack(errors).max().item()  # Python's max may hide NaN
 
 
 def check(change, make=None):
-    """Compare a changed model with a plain one; make(dtype) has no dropout."""
+    """Compare a changed model with a plain one.
+
+    ``make(dtype)`` returns the same weights at each call, without dropout.
+    """
     make = make or partial(build, sizes=TINY)
     plain, changed = make(torch.float32), make(torch.float32)
     change(changed)
@@ -330,7 +334,7 @@ from triton_gallery_ops.linear_cross_entropy import linear_cross_entropy
 
 
 class ModelWithoutLogits(LlamaForCausalLM):
-    """Llama that returns its loss alone."""
+    """Llama that returns its loss alone; it serves ``step``."""
 
     def forward(self, input_ids, labels, attention_mask, use_cache):
         hidden = self.model(input_ids, attention_mask, use_cache=use_cache)[0]
@@ -349,9 +353,9 @@ if __name__ == "__main__":
 #
 # ``patch`` does this for norms, rotary embeddings, gated units (``LlamaMLP``,
 # exercise 1), attention and the loss, and returns what it replaced, what it
-# left, and why.
-# *Ops in a transformers model*, in the guide, names the families of models and
-# where a patched one differs: in training with labels its output has no logits.
+# left, and why. *Ops in a transformers model*, in the guide, names the families
+# of models and where a patched one differs: in training with labels its output
+# has no logits.
 
 from triton_gallery_ops.transformers import patch, unpatch
 
@@ -374,8 +378,8 @@ if __name__ == "__main__":
 #
 # Both models train on one batch, and the chart shows the relative difference of
 # their losses at each step. They round differently, so it is not 0. Steps build
-# on one another: in models that drift apart it grows from step to step. We
-# allow 0.05, a margin that we chose.
+# on one another: if the models drifted apart, the difference would grow, which
+# in the record it does not. We allow 0.05, a margin that we chose.
 
 
 def losses_of(model, inputs, steps=30 if ON_GPU else 5):
@@ -412,9 +416,9 @@ if __name__ == "__main__":
 # What does it gain?
 # ------------------
 #
-# *ms* is the wall time of a step, and *GiB* the most memory that it takes,
-# eager and under ``torch.compile``; *norms* has ``FusedNorm`` alone. Wall time
-# includes the CPU's launches, which can be the limit of small batches.
+# *ms* is the wall time of a step, with the CPU's launches, and *GiB* the most
+# memory that it takes, eager and under ``torch.compile``; *norms* has
+# ``FusedNorm`` alone. The last lines compare *patched* with *plain*.
 
 WAYS = {
     "plain": lambda model: None,
@@ -472,19 +476,20 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     model = None
 
 # %%
-# Both models compute the same products; the patched loss does its three, for
-# the logits and for two gradients, in the forward. In the record the ops gain
-# in *the rest*. The op for attention takes longer here than PyTorch's, but
-# leaves padding out (exercise 2).
+# Both models compute the same products, so that row changes little. In the
+# record the ops gain in *the rest*. The op for attention takes longer here than
+# PyTorch's, but leaves padding out (exercise 2).
 #
 # The wall time less the GPU time is time in which the GPU runs no kernel, and
 # faster kernels do not shorten it (``what_a_call_costs.py``,
 # ``cuda_graphs.py``). In the record the patched step has more of it than the
 # plain one, so the step gains less than the kernels do.
 #
-# ``torch.compile`` fuses many of the operators that the ops replace: under it
-# our norm gains next to nothing, and the ops gain less time than in eager. It
-# does not split the loss, though, and needs the memory of all logits.
+# Our norm alone gains little time, eager or compiled: most of the gain is from
+# the other ops and the loss. ``torch.compile`` fuses many of the operators that
+# the ops replace, so under it the ops gain less time. It does not split the
+# loss, though, and needs the memory of all logits. Here it makes the patched
+# model no faster.
 
 # %%
 # Exercises

@@ -24,9 +24,9 @@ All-gather and matmul: hide communication behind a matrix product
 
 A model that is split over GPUs (tensor parallel) often gathers rows from all of
 them and then multiplies. The product need not wait for all rows: it begins with
-those that are here, while copy engines fetch the others. With a few rows there
-is too little work to hide copies behind: a table at the end of this page says
-from how many rows on it pays. With fewer, take NCCL and ``@``.
+the rows that are here, while others are copied. With few rows there is too
+little work to hide the copies: the lines below the last chart say from how many
+tokens (rows of all GPUs) on it pays. With fewer, take NCCL, then ``@``.
 
 After this page you can
 
@@ -160,25 +160,26 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 
 # %%
 # 450 GB/s and 989 TFLOP/s are from NVIDIA's data sheet; an H100 and an H200
-# have the same. At GPU sizes the product takes longer than the gather and can
-# hide it, so the *floor* is the product alone.
+# have the same. With the sizes used on a GPU, the product takes longer than the
+# gather and can hide it: the *product alone* is the least time.
 #
 # Rows that arrive beside a kernel
 # --------------------------------
 #
-# Each rank has one buffer for the rows of all, in symmetric memory. It puts its
-# own rows there, and all ranks meet at a barrier. Then copies begin on a *side
-# stream*, in chunks. *Copy engines* copy from other GPUs, and leave the
+# Each rank has one buffer for the rows of all ranks, in symmetric memory. It
+# puts its own rows there, and all ranks meet at a barrier. Then copies begin on
+# a *side stream*, in chunks. *Copy engines* copy from other GPUs, and leave the
 # multiprocessors to the kernel. After each chunk, one more copy writes a 1 into
 # the chunk's flag. The copies of a stream run in order, so the chunk is there
 # when its flag is set. The 1 comes from the other GPU, too (``ONES``): a copy
-# within one GPU might run on multiprocessors, which the waiting kernel holds.
-# Each rank begins with the next rank's rows, so that no two begin at the same
-# rank.
+# within one GPU might need multiprocessors, and the waiting kernel occupies
+# them. Each rank begins with the next rank's rows, so that no two begin at the
+# same rank.
 #
-# Helpers are in the fold at the top: ``symmetric`` returns every rank's tensor,
-# ``begin_aside`` begins work on the side stream and returns a function that
-# waits for it, ``pause`` delays a stream, and ``say`` prints on rank 0. At
+# Helpers are in the fold at the top. ``symmetric`` returns every rank's tensor,
+# ``pause`` delays a stream, and ``say`` prints on rank 0. ``begin_aside`` has
+# the side stream wait for what this stream has queued, begins work there, and
+# returns a function that has this stream wait for the work; the CPU goes on. At
 # ``meet_ranks`` the CPU waits for all ranks, at ``barrier`` the GPU alone does.
 
 BUFFERS = symmetric(DTYPE, RANKS * ROWS, K)
@@ -229,13 +230,13 @@ meet_ranks()
 # ----------------
 #
 # The product is *persistent*, as in *Persistent matmul*: each program computes
-# many tiles. *Descriptors* load tiles, with zeros past the edge, and store what
-# lies within. Two things are new. Tiles of this rank's rows come first, and the
-# others in the order of the copies. Before one of these, a program waits for
-# the chunk's flag. ``tl.load`` has no ``sem``, so ``wait`` adds 0 atomically,
-# which returns the flag. With ``sem="acquire"``, later loads come after it;
-# ``scope="sys"`` includes writers outside this GPU. All rows of tiles in a
-# chunk come before the next column of tiles: they share a tile of the weight.
+# many tiles. *Descriptors* load tiles, with zeros past the edge, and store only
+# what lies within. Two things are new. Tiles of this rank's rows come first,
+# and the others in the order of the copies. Before one of these, a program
+# waits for the chunk's flag. ``tl.load`` has no ``sem``, so ``wait`` adds 0
+# atomically, which returns the flag. With ``sem="acquire"``, later loads come
+# after it; ``scope="sys"`` includes writers outside this GPU. Within a chunk,
+# tiles go down a column first: consecutive tiles share a tile of the weight.
 # ``times_ptr`` is None until a later section.
 
 
@@ -310,7 +311,7 @@ def described(x, weight, y):
 
 
 def multiply(weight, flags, tries=TRIES, times=None):
-    """Multiply the rows in the buffer, a chunk once its flag is set."""
+    """Multiply the rows in the buffer, each chunk once its flag is set."""
     y = weight.new_empty(RANKS * ROWS, weight.shape[0])
     chunk = len(y) // len(flags)
     assert chunk % TILE[0] == 0
@@ -342,8 +343,8 @@ def gather_matmul(x, weight, chunk=CHUNK, tries=TRIES, times=None, **options):
 # We compare all rows and up to 512 columns with float64. A float32 sum of ``K``
 # products rounds at most ``K`` times, each time by at most :math:`2^{-24}` of
 # the summed magnitudes. Storing it rounds by at most one ``eps`` of its dtype.
-# Of three calls in a row, the second has copies that are late on purpose, and
-# the third a weight whose last tile is not full.
+# In the second of three calls, copies are late on purpose; in the third, the
+# weight's last tile is not full.
 
 
 def exact(x, weight):
@@ -380,7 +381,7 @@ if HAS_TMA:
 # PyTorch's *fused* function multiplies each rank's rows as they arrive. *All
 # rows here* is our kernel with all flags set and no copies. What it takes
 # beyond *product alone* is a slower product; what *Triton* takes beyond it is
-# communication.
+# communication: copies, barriers, flags and any waits.
 
 
 def fused(x, weight):
@@ -406,11 +407,11 @@ if __name__ == "__main__" and HAS_TMA and DEVICE.type == "cuda":
 # --------------------------------------------
 #
 # All multiprocessors of a GPU read one clock in nanoseconds, ``globaltimer``.
-# Given ``times_ptr``, ``gather_kernel`` stores when each tile was next, before
-# its wait, and when it ended. A tiny kernel on the side stream stores when a
-# chunk had come. ``pause`` holds the GPU until the CPU has launched everything,
-# so that copies and kernel begin together. Triton's interpreter has no such
-# clock: without a GPU, the order alone is shown.
+# Given ``times_ptr``, ``gather_kernel`` stores two times for each tile: before
+# its wait, and after its store. A tiny kernel on the side stream stores when a
+# chunk had come. ``pause`` delays the GPU here until the CPU has launched
+# everything, so that copies and kernel begin together. Triton's interpreter has
+# no such clock: without a GPU, only the order is shown.
 
 
 @triton.jit
@@ -468,16 +469,17 @@ if __name__ == "__main__" and HAS_TMA and DEVICE.type == "cuda":
 
 # %%
 # Time 0 is when the first tile began. A bar spans all tiles of a chunk; its
-# mark is when the chunk came. Left of the bar, the copy was hidden: no tile
-# waited. Within the bar, tiles waited until there. The stamps run between the
-# copies, and may delay them a little.
+# mark is when the chunk came. If the mark is left of the bar, no tile waited.
+# If it is within, tiles waited until there. In the recorded runs none waited:
+# the copies are hidden; barriers and this rank's own copy are outside the bars.
+# The stamps run between the copies, and may delay them a little.
 #
 # How large is a chunk?
 # ---------------------
 #
 # In a large chunk, tiles wait for rows that they do not need. Small chunks need
 # more copies, and fewer tiles, one after the other, share a tile of the weight.
-# ``CHUNK`` is the smallest above which the time on two GPUs hardly changed.
+# Above 1024 rows, our ``CHUNK``, the time hardly changes.
 
 if __name__ == "__main__" and HAS_TMA and DEVICE.type == "cuda":
     sizes = [c for c in (128, 256, 512, 1024, 2048, 4096) if c <= ROWS]
@@ -495,8 +497,8 @@ if __name__ == "__main__" and HAS_TMA and DEVICE.type == "cuda":
 # the memory of the rank that needs it. ``tl.pointer_type`` makes a pointer of
 # an address; ``tl.multiple_of`` promises that 16 divides the address, so that a
 # thread may store 16 bytes at once. The next rank's rows come first again, and
-# a rank's own last. After a barrier each rank adds up, in float32, the parts
-# that it got.
+# a rank's own last. After a barrier, each rank adds up the parts that it has
+# received, in float32.
 
 
 @triton.jit
@@ -558,9 +560,10 @@ if HAS_TMA:
 
 # %%
 # Each part is rounded once before it travels, and the sum once more: the bound
-# is that of all parts and one ``eps``. In the table, *Triton* includes the sum,
-# which nothing hides. In the recorded runs it takes longer than cuBLAS and then
-# NCCL on two GPUs, and less on four.
+# is the sum of the parts' bounds, and one ``eps``. In the table, *Triton*
+# includes the sum, which nothing hides. In the recorded runs PyTorch's fused
+# function takes the least time. *Triton* takes longer than cuBLAS and then NCCL
+# on two GPUs, and less on four.
 
 
 def scatter_torch(x, weight):
@@ -607,8 +610,9 @@ if __name__ == "__main__" and HAS_TMA:
 #
 # The op takes any number of rows, other strides and all dtypes, keeps symmetric
 # memory for all calls, and its product is that of *Persistent matmul*. A tile
-# whose rows never come is NaN there. Both directions work under
-# ``torch.compile`` and in a CUDA graph, as the flags are new in each call.
+# whose rows never come is NaN there. ``all_gather_matmul_scatter`` is the way
+# back. Both work under ``torch.compile``. Each call zeroes its flags, so a CUDA
+# graph can replay it.
 
 from triton_gallery_ops.all_gather_matmul import (
     all_gather_matmul,
@@ -616,7 +620,7 @@ from triton_gallery_ops.all_gather_matmul import (
 )
 
 # %%
-# Both ops have to be as right as the kernels, with few rows, too:
+# Both ops have to be as right as the kernels, the first with few rows, too:
 
 if __name__ == "__main__" and HAS_TMA:
     x_few = random(7, K)
@@ -629,10 +633,11 @@ if __name__ == "__main__" and HAS_TMA:
 
 
 # %%
-# At how many tokens is there enough to hide behind? The rate counts operations
-# of one rank; *Roof* is the product alone. The lines below the chart divide the
-# op's rate by the others'. Where the first of the two is below 1, take NCCL,
-# then ``@``.
+# From how many tokens on is there enough to hide behind? The rate is of GPU
+# time, and counts operations of one rank; *Roof* is the product alone. The
+# lines below the chart divide the op's rate by the others'. Where the first
+# quotient is below 1, take NCCL, then ``@``. Where a call's CPU time, below the
+# chart, exceeds its GPU time, use a CUDA graph.
 
 
 def gather_calls(tokens):

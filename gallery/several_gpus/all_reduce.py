@@ -95,9 +95,9 @@ if __name__ == "__main__":
 
 # %%
 # In *one shot*, each rank reads the whole tensor of each other rank. In *two*,
-# each rank adds up one part of the tensor, then reads the other parts of the
-# sum from the ranks that have them. Each rank reads from others, in sizes of
-# the tensor:
+# rank *r* adds up slice *r* of all ranks' tensors, then reads the other slices
+# of the sum from the ranks that have them. What a rank reads from the others,
+# as a multiple of the tensor's size:
 
 if __name__ == "__main__":
     for ranks in (2, 4, 8):
@@ -115,10 +115,11 @@ if __name__ == "__main__":
 # signal pads, ``x.buffers`` and ``x.pads``. Every pad has a *count* for each
 # program. In ``meet``, a program adds 1 to its count on all ranks, and waits
 # until the count on its own pad reaches a target, the next multiple of
-# ``RANKS``. Before it adds, each other rank has added 0 or 1 for this barrier,
-# as none passes without it. So the count itself gives the target, and is never
-# reset; in int64 it does not overflow. A program that has looked ``tries``
-# times gives up and sets ``late``: the sum must not be used.
+# ``RANKS``. No rank passes before this one adds: until then the count is a
+# multiple of ``RANKS``, plus one for each rank that is already here. So nothing
+# is reset, and a CUDA graph can replay the launch; in int64 the count does not
+# overflow. A program that has looked ``tries`` times gives up and sets
+# ``late``: the sum must not be used.
 
 
 @triton.jit
@@ -257,10 +258,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 
 # %%
 # ``low`` and ``high`` are the rates at the 80th and 20th percentiles of time;
-# ``CPU us`` is the CPU's part of a call in a graph, and ``late`` tells whether
-# the GPU waited for the CPU. From the first size to the second the tensor grows
-# 16 times, and the rate nearly as much. So the time hardly grows: most of it
-# does not depend on the size. We remove a barrier.
+# ``CPU us`` is the CPU's part of a call in a graph, and the column ``late``
+# tells whether the GPU waited for the CPU. From the first size to the second
+# the tensor grows 16 times, and the rates grow with it: most of the time does
+# not depend on the size. We remove a barrier.
 #
 # One barrier
 # -----------
@@ -271,10 +272,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # every rank in launch 2, so all have ended launch 1, and its buffer is free.
 #
 # Program *p* reads only what program *p* of each rank wrote, so it meets only
-# those. Which numbers are its own depends on how many programs there are. So
-# every launch has ``PROGRAMS``, even where some have nothing to do: else *p*
-# could overwrite what another program still reads. The buffer follows from the
-# count, to which each launch adds ``RANKS``.
+# those. Which numbers are its own depends on ``BLOCK`` and on how many programs
+# there are. So every launch has ``PROGRAMS``, even where some have nothing to
+# do: else *p* could overwrite what another program still reads. The buffer
+# follows from the count, to which each launch adds ``RANKS``.
 
 
 @triton.jit
@@ -345,16 +346,19 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     say(times_barrier.round(2).to_string())
 
 # %%
-# At the larger size it does. At the smaller one the ranges from ``low`` to
-# ``high`` touch, and the first kernel launches fewer programs there.
+# At the larger size it does. At the smaller one, where the first kernel
+# launches fewer programs, it gains less: on two GPUs the ranges from ``low`` to
+# ``high`` touch. Compare rates within a table only: those of one kernel vary
+# between tables.
 #
 # Two shots
 # ---------
 #
-# Rank *r* adds up part *r* of all ranks' tensors, and stores the sum over its
-# own part *r*, which no other rank adds. After a barrier, each rank reads every
-# part from the rank that has it. The first step is called *reduce-scatter*, the
-# second *all-gather*. The last barrier is the one that two buffers replace.
+# Rank *r* adds up slice *r* of all ranks' tensors, and overwrites slice *r* of
+# its own with the sum: no other rank reads it before the barrier. Then each
+# rank reads every slice, of ``PART`` numbers, from the rank that has it. The
+# first step is called *reduce-scatter*, the second *all-gather*. The last
+# barrier only protects ``x``; two buffers would replace it.
 
 
 @triton.jit
@@ -375,7 +379,7 @@ def two_shot_kernel(
     mine_ptr = tl.multiple_of(mine_ptr, 16)
     meet(pads_ptr, late_ptr, rank, tries, RANKS)
     for start in range(first, PART, step):
-        offs = start + tl.arange(0, BLOCK)  # (BLOCK,), in the part
+        offs = start + tl.arange(0, BLOCK)  # (BLOCK,), in the slice
         acc = tl.zeros((BLOCK,), dtype=tl.float32)
         for peer in tl.static_range(RANKS):
             ptr = tl.load(buffers_ptr + peer).to(tl.pointer_type(tl.float32))
@@ -420,16 +424,18 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     say(times_shots.round(2).to_string())
 
 # %%
-# On two GPUs two shots read no less, and are slower at every size. In a run on
-# four GPUs, which this page does not show, they are faster at the two largest.
+# On two GPUs two shots read no less, and this kernel is slower at every size.
+# In the recorded run on four GPUs, which this table does not show, it is faster
+# at the two largest.
 #
 # The op
 # ------
 #
 # ``all_reduce`` has one barrier in one shot, and two in two shots. It takes
-# tensors of any size, in half precision too, and chooses the way by the bytes
-# and the ranks. All ranks call ``all_reduce_memory`` once for a dtype and the
-# largest size, and pass what it returns to every call.
+# tensors of any size, in half precision too. By default it takes two shots
+# above 4 MiB on two GPUs, and above 0.6 MB on four. All ranks call
+# ``all_reduce_memory`` once for a dtype and the largest size, and pass what it
+# returns to every call.
 #
 # After the sum, a transformer adds a residual and takes the RMSNorm. Separate
 # kernels would read the sum again. A program of ``all_reduce_rms_norm`` has a
@@ -470,8 +476,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # The result
 # ----------
 #
-# *Triton* is the op now. The table has the microseconds of a call, and what is
-# fastest.
+# *Triton* is the op now. The table has the microseconds of a call.
 
 SIZES = [2**k for k in (12, 14, 16, 18, 19, 20, 22, 24)]
 
@@ -503,7 +508,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     say(us.round(1).assign(fastest=us.idxmin(axis=1)).to_string())
 
 # %%
-# Up to the third size the time hardly grows.
+# Up to the third size the time grows little. In both recorded runs, on two and
+# four GPUs, the op is fastest there, and PyTorch's two shots at the two largest
+# sizes.
 #
 # In the next chart, *Triton* is ``all_reduce_rms_norm`` on tokens of 8192
 # numbers; the other line is NCCL, an addition and PyTorch's ``rms_norm``. The
@@ -562,9 +569,9 @@ if __name__ == "__main__":
 # ---------
 #
 # Write one and run the cell: it says whether the kernel is right. No GPU is
-# needed.
+# needed, but two ranks are: alone, a kernel that ignores other ranks is right.
 #
-# **1.** The first half of two shots alone: rank *r* gets part *r* of the sum.
+# **1.** The first half of two shots alone: rank *r* gets slice *r* of the sum.
 # This is a *reduce-scatter*. The arguments are ``out_ptr, buffers_ptr, rank,
 # PART, RANKS: tl.constexpr, BLOCK: tl.constexpr``. The check lets all ranks
 # meet before and after, so the kernel has no ``meet``.
@@ -631,7 +638,7 @@ if __name__ == "__main__":
 # Answers
 # -------
 #
-# **1.** In every rank's tensor, read the part that belongs to this rank.
+# **1.** In every rank's tensor, read the slice that belongs to this rank.
 
 
 @triton.jit

@@ -86,7 +86,7 @@ KEPT = []
 # ``order`` has their numbers, ``inverse`` each one's position, ``offsets`` each
 # expert's end. ``all_to_all_single`` moves rows between ranks. The CPU passes
 # how many go where, so it waits for the counts. Rows arrive sorted by the rank
-# that sent them, then by expert; a last sort orders them by expert alone.
+# that sent them, then by expert; a last sort is by expert alone.
 
 ON_GPU = DEVICE.type == "cuda"
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
@@ -138,8 +138,8 @@ if __name__ == "__main__":
 # The first kernel
 # ----------------
 #
-# ``places`` has each choice's row on its expert's rank, ``table`` the address
-# of each rank's tensor. A program loads part of a token's row once and stores
+# ``places[c]`` is the number of choice c's row on its expert's rank, ``table``
+# has each rank's address. A program loads part of a token's row once and stores
 # it k times. ``.to(x_ptr.dtype)`` makes a pointer of an address. Triton does
 # not know what divides an address that a kernel loads: ``tl.multiple_of``
 # promises that 16 does, so that a thread may store 16 bytes at once.
@@ -167,13 +167,15 @@ def send(x, experts, places, table, BLOCK=2048):
 
 
 # %%
-# Which row? An expert's rows are sorted by the rank that they come from, so a
-# rank needs the counts of all. ``inverse`` counts from this rank's first choice
-# of any expert, and a choice's row is ``base[expert] + inverse``. ``base`` adds
-# where the expert starts on its rank, and the rows that lower ranks send it. It
-# takes off where the expert starts among this rank's choices. No atomic counts
-# rows, so their order is deterministic. ``shared``, in the fold at the top,
-# returns this rank's part of symmetric memory and the addresses of all parts.
+# Which row? An expert's rows are sorted by the rank that they come from. A
+# choice's row is where the expert starts on its rank, plus the rows that lower
+# ranks send it, plus the choice's position among this rank's choices of the
+# expert. ``inverse`` counts from this rank's first choice of any expert, so
+# ``base`` takes off where the expert starts there. Say the expert starts at row
+# 40, lower ranks send it 2 rows, and ``inverse`` is 10, 11 and 12: ``base`` is
+# 40 + 2 - 10, and the rows are 42, 43 and 44. The order is deterministic.
+# ``shared``, in the fold at the top, returns this rank's part of symmetric
+# memory and all parts' addresses.
 
 
 def places_torch(experts):
@@ -214,8 +216,8 @@ if __name__ == "__main__":
 # ---------
 #
 # Only the sending is timed, on all ranks at once: places and counts are known,
-# and *PyTorch* sends rows that are sorted already. The rate counts the bytes
-# that one GPU sends to others; higher is better.
+# and *PyTorch* sends sorted rows. The rate counts the bytes that one GPU sends
+# to others, a row for each choice.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     times = {}
@@ -235,17 +237,20 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     say(results_send.to_string())
 
 # %%
+# In the recorded runs the kernel's lead is largest with few tokens.
+#
 # Counts that no CPU sees
 # -----------------------
 #
-# Now kernels do both waits. Each rank has a *pad* in symmetric memory: a flag
-# for each rank, then E counts from each. One program writes this rank's counts
-# to all pads, waits at a barrier, and computes each ``base`` from its own pad.
-# The barrier is that of ``peer_memory.py``: set this rank's flag on every pad,
-# then wait for each flag on the own pad and clear it. Who sees (``acquire``) a
-# flag set with ``release`` sees all that was written before. Tries are counted:
-# a rank that failed would otherwise keep the other GPUs busy forever. With none
-# left, ``late`` becomes 1, and no later result may be used.
+# Now kernels wait for counts and rows, and not the CPU. Each rank has a *pad*
+# in symmetric memory: a flag for each rank, then E counts from each. One
+# program writes this rank's counts to all pads, waits at a barrier, and
+# computes each ``base`` from its own pad. The barrier is that of
+# ``peer_memory.py``: set this rank's flag on every pad, then wait for each flag
+# on its own pad and clear it. A rank that sees a flag by ``acquire`` sees all
+# that was written before it was set by ``release``. Tries are counted: a rank
+# that failed would otherwise keep the other GPUs busy forever. With none left,
+# ``late`` becomes 1, and no later result may be used.
 
 
 @triton.jit
@@ -299,7 +304,7 @@ def plan_kernel(
         tl.store(pad_ptr + RANKS + rank * E + offs, mine, mask=offs < E)
     meet(pads_ptr, late_ptr, rank, tries, RANKS)
     pad_ptr = tl.load(pads_ptr + rank).to(tl.pointer_type(tl.int32))
-    for peer in range(RANKS):  # an expert of this peer in each lane
+    for peer in range(RANKS):  # offs numbers the experts of this peer
         expert = peer * LOCAL + offs
         total = tl.zeros((BLOCK,), dtype=tl.int32)
         there = (expert > 0) & (offs < LOCAL)
@@ -309,7 +314,7 @@ def plan_kernel(
             counts = tl.load(ptrs, mask=offs < LOCAL, other=0)
             base += tl.where(source < rank, counts, 0)  # lower ranks' rows
             total += counts
-        ends = tl.cumsum(total, axis=0)  # on the peer
+        ends = tl.cumsum(total, axis=0)  # on the peer; less total: starts
         tl.store(bases_ptr + expert, ends - total + base, mask=offs < LOCAL)
         if peer == rank:
             tl.store(ends_ptr + offs, ends, mask=offs < LOCAL)
@@ -430,8 +435,8 @@ if __name__ == "__main__":
 #
 # ``expert_all_to_all_dispatch`` and ``expert_all_to_all_combine`` are this
 # gallery's op. To the kernels of this page they add float8 rows with their
-# scales, choices of no expert, and memory for fewer rows than could come. Rows
-# that do not fit are not sent, and their tokens become NaN.
+# scales, choices of no expert (-1), and memory for fewer rows than could come.
+# Rows that do not fit are not sent, and the results of their tokens are NaN.
 
 from triton_gallery_ops.expert_all_to_all import (
     expert_all_to_all_check,
@@ -441,8 +446,8 @@ from triton_gallery_ops.expert_all_to_all import (
 )
 
 # %%
-# All ranks create memory together, once, and then pass it to each call. Only a
-# run without a GPU needs ``allocate``.
+# All ranks create memory together, once, and then pass it to each call.
+# ``allocate`` is for runs without a GPU alone.
 
 
 def memory_for(T, dtype=DTYPE, groups=0, capacity=None):
@@ -463,8 +468,8 @@ from triton_gallery_ops.moe_layer import moe_layer
 # %%
 # ``ends`` stays on the GPU, and goes into ``grouped_matmul`` as its offsets.
 # Each rank has its own tokens, of any number, and weights of its own experts.
-# The results agree with ``moe_layer``, the same layer on one GPU with all
-# weights.
+# The results have to agree with ``moe_layer``, the same layer on one GPU with
+# all weights, within 16 ``eps``: a margin that we chose.
 
 
 def parallel_layer(x, router, gate_up, down, memory):
@@ -558,15 +563,17 @@ if __name__ == "__main__":
 # *Triton* is the op, *Triton, this page* is ``dispatch``, and *PyTorch* is
 # ``dispatch_torch`` and ``combine_torch``. Dispatches begin with chosen experts
 # and end with sorted rows. The op's combine first copies results to where other
-# ranks read; *in place*, on the combine chart, experts have written them there.
-# *Roof* is PyTorch's copy of as many bytes to the next rank: a yardstick, which
-# with few tokens a kernel may exceed, as the sending above does.
+# ranks read; *in place* (choose *combine* above the chart) leaves that copy
+# out: experts have written them there. *Roof* is PyTorch's copy of as many
+# bytes to the next rank: a yardstick, which with few tokens a kernel may
+# exceed, as the sending above does.
 #
 # ``PyTorch / op`` divides times. The last lines compare times of a dispatch:
 # with many tokens float8 is faster, although ``quantize`` is in its time. These
-# are times of the GPU. With few tokens the CPU takes longer to launch a
-# dispatch: a CUDA graph saves that. The CPU time of *PyTorch* includes its wait
-# for the counts, and so the sleep of the GPU before each timed call.
+# are times of the GPU. With few tokens the CPU takes several times longer to
+# launch a dispatch: a CUDA graph saves that. The GPU sleeps before each timed
+# call, so that the CPU is ahead; *PyTorch* waits for the counts, so its CPU
+# time includes the sleep.
 
 
 def roof(T):
@@ -726,7 +733,7 @@ if __name__ == "__main__":
     assert answer == "right"
 
 # %%
-# **2.** The experts of a rank lie beside each other:
+# **2.** The experts of a rank have consecutive numbers:
 
 
 @triton.jit
