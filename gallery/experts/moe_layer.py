@@ -115,8 +115,8 @@ def make_inputs(T, E, k, H, F):
 # * ``inverse`` has the place of each number in ``order``: 5 for choice 1.
 #
 # A program computes BLOCK_N columns of ``h``, SwiGLU's output, for one expert.
-# Only the GPU knows how many rows it has, so the program loops over them: it
-# loads BLOCK_M numbers from ``order`` and their rows of ``x``, without a copy.
+# Only the GPU knows how many rows an expert has, so a program loops over them:
+# it loads BLOCK_M numbers of ``order`` and their rows of ``x``, without a copy.
 
 
 def sort(experts, E):

@@ -117,10 +117,10 @@ if __name__ == "__main__":
 #
 # A program has the logits of one token in registers. It takes the largest,
 # removes it by writing -inf in its place, and starts again, ``k`` times. Of
-# equal logits ``tl.max`` takes the first. At least k logits must be finite, and
-# none NaN: once only -inf is left, an expert is chosen twice. A program is one
-# warp (``num_warps=1``) of 32 threads; of 256 logits, each thread has 8. So it
-# needs no *barrier*, a point where warps wait for each other.
+# equal logits ``tl.max`` takes the first. At least k logits must be finite,
+# none NaN or +inf: once only -inf is left, an expert is chosen twice. A program
+# is one warp of 32 threads (``num_warps=1``); of 256 logits, each thread has 8.
+# So it needs no *barrier*, a point where warps wait for each other.
 #
 # The softmax needs no pass of its own. The largest logits have the largest
 # scores, and dividing by the sum of the chosen scores cancels the sum over all
@@ -280,7 +280,8 @@ if __name__ == "__main__":
 # ---------------
 #
 # A general sort takes any keys. Ours are whole numbers up to a few hundred: we
-# count them, in blocks of choices. A choice's place is the sum of three counts:
+# count them, in blocks of choices. The place of a choice, its index in the
+# sorted order, is the sum of three counts:
 #
 # * choices of experts before its own;
 # * choices of its own expert in blocks before its own;
@@ -391,8 +392,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ------
 #
 # ``moe_routing`` chooses, ``moe_routing_permutation`` sorts, and
-# ``moe_routing_with_permutation`` does both, in at most three launches. It
-# compares few choices all with each other and counts nothing. The op also
+# ``moe_routing_with_permutation`` does both, in at most three launches.
+# Few choices are all compared with each other, without counting. The op also
 #
 # * returns the inverse of the order, to bring the experts' results back;
 # * takes NaN and -inf, too: it marks a chosen expert by a value that no logit

@@ -336,7 +336,7 @@ if __name__ == "__main__":
 
 def pack_in_pairs(codes, GROUP=GROUP):
     """Return words as pack_in_order, in the order of the tensor cores."""
-    # Column 32 i + 8 c + 2 t + h is half h of code c in word i of thread t.
+    # Column 32 i + 8 c + 2 t + h is code c in half h of word i of thread t.
     shape = len(codes), -1, GROUP // 32, 4, 4, 2  # N, group, i, c, t, h
     codes = codes.long().view(shape)
     codes = codes.permute(1, 0, 4, 2, 3, 5)  # group, N, t, i, c, h

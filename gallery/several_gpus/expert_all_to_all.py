@@ -447,7 +447,7 @@ from triton_gallery_ops.expert_all_to_all import (
 
 # %%
 # All ranks create memory together, once, and then pass it to each call.
-# ``allocate`` is for runs without a GPU alone.
+# ``allocate`` replaces the op's own memory: the page runs without a GPU, too.
 
 
 def memory_for(T, dtype=DTYPE, groups=0, capacity=None):
