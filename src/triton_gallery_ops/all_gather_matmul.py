@@ -119,8 +119,8 @@ def _all_gather_matmul_kernel(
         acc = _all_gather_matmul_tile(
             x_desc, weight_desc, shard, off_m, off_n, ACC, W_T
         )
-        # Not before: of an accumulator that begins at a number of run time,
-        # ptxas makes each instruction of the tensor cores wait for the last.
+        # Added after the products: if the sum began at a number known only at
+        # run time, ptxas would have each product wait for the one before.
         acc += lost
         # In halves, the store needs half as much shared memory.
         both = tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)).permute(0, 2, 1)

@@ -5,6 +5,7 @@
 import itertools
 import re
 import subprocess
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -276,14 +277,14 @@ def test_copies_float32(taken: ModuleType, monkeypatch: pytest.MonkeyPatch) -> N
 def test_width_of_copies(taken: ModuleType, dtype: torch.dtype) -> None:
     """A load of 16 bytes begins at a multiple of them; half precision at another address is copied in pairs."""
     known: list[dict[str, int]] = []
-    kernel = {(3,): lambda *_, **constants: known.append(constants)}
+    kernel = defaultdict(lambda: lambda *_, **constants: known.append(constants))
     for kind, begin, expected in (
         (torch.float16, 0, (False, 8)),
         (torch.float16, 2, (True, 1)),
         (dtype, 2, (False, 1)),
     ):
         x = torch.zeros(3, 48, dtype=kind, device=DEVICE)[:, begin : begin + 32]
-        taken._persistent_matmul_copy(taken._persistent_matmul_rows(3, 32, x, 128), x, kernel | {(1,): kernel[3,]})
+        taken._persistent_matmul_copy(taken._persistent_matmul_rows(3, 32, x, 128), x, kernel)
         assert (known[-1]["PAIRS"], known[-1]["VEC"]) == expected
 
 

@@ -154,7 +154,7 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def begin(case: Case) -> subprocess.Popen[str]:
-    """Start the process of a case; it imports the libraries, and waits for a line before it touches the GPU."""
+    """Start the process of a case, which imports the libraries and waits for a line before it measures."""
     command = [sys.executable, "-m", "triton_gallery.libraries.models", "--case", json.dumps(asdict(case))]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
@@ -169,14 +169,15 @@ def main() -> int:
     if arguments.case:
         for module in ("transformers.models.llama.modeling_llama", "torch._inductor.compile_fx"):
             importlib.import_module(module)
-        sys.stdin.readline()
+        if not sys.stdin.readline():  # who began this process has ended
+            return 1
         print(json.dumps(measure(Case(**json.loads(arguments.case)))))
         return 0
     chosen = [case for case in cases() if {*arguments.words} <= {*str(case).split()}]
     failed = 0
-    begun = [begin(case) for case in chosen[:1]]
+    begun = [*map(begin, chosen[:1])]
     for number, case in enumerate(chosen):
-        begun += [begin(case) for case in chosen[number + 1 : number + 2]]
+        begun += map(begin, chosen[number + 1 : number + 2])  # the next one, if there is one
         process = begun[number]
         output, errors = process.communicate("begin\n")
         if process.returncode:
