@@ -250,14 +250,20 @@ def test_plan(taken: ModuleType) -> None:
         assert whole + tail == -(-M // m) * -(-N // n)
         if parts > 1:
             assert (parts - 1) * steps * k < K <= parts * steps * k  # each part has something to sum
-        way = "engine" if by_engine else "narrow" if (1, 1) in map(taken._matmul_vec, (a, b)) else "wide"
-        copied = (taken._matmul_copied(a) + taken._matmul_copied(b)) if by_engine else 0
-        least, divided = taken._matmul_time(M, N, K, plan[0], parts, way, 132)
-        assert divided == (whole, tail, parts, steps)
-        tiles = taken.PERSISTENT_MATMUL_TILES
-        for tile, some in product(tiles, taken.MATMUL_PARTS):
-            time = taken._matmul_time(M, N, K, tile, some, "engine", 132)
-            assert time is None or time[0] + taken._matmul_copied(a) + taken._matmul_copied(b) >= least + copied
+        way, tiles = "wide", taken.MATMUL_TILES[2]
+        if (1, 1) in map(taken._matmul_vec, (a, b)):
+            way, tiles = "narrow", taken.MATMUL_NARROW
+        copied = taken._matmul_copied(a) + taken._matmul_copied(b)
+        edges = ((taken._matmul_block(M, m), taken._matmul_block(N, n), k) for m, n, k, *_ in tiles)
+        ways = [(way, tile, 0) for tile in edges]
+        ways += [("engine", tile[:3], copied) for tile in taken.PERSISTENT_MATMUL_TILES]
+        times = {}
+        for (kind, tile, more), some in product(ways, taken.MATMUL_PARTS):
+            if found := taken._matmul_time(M, N, K, tile, some, kind, 132):
+                times[kind, tile, some] = found[0] + more, found[1]
+        chosen = times["engine" if by_engine else way, plan[0][:3], parts]
+        assert chosen[1] == (whole, tail, parts, steps)
+        assert chosen[0] == min(time for time, _ in times.values())
     assert taken._matmul_time(64, 64, 5 * 64, (64, 64, 64), 3, "wide", 132)
     assert taken._matmul_time(64, 64, 5 * 64, (64, 64, 64), 4, "wide", 132) is None  # the last would sum nothing
     # Two rows of many numbers leave most multiprocessors idle, unless their sums are split.
