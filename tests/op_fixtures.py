@@ -133,7 +133,8 @@ def load_op(gallery: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
             if any(f"{name} = Library(" in code for name in libraries):
                 end_ops(with_ops)
                 TAKEN[other] = with_ops, None
-        module = import_code(code, tmp_path_factory.mktemp("taken") / f"{op.name}_op.py")
+        folder = tmp_path_factory.mktemp("taken")  # torch.compile remembers modules by their names: none has it twice
+        module = import_code(code, folder / f"{op.name}_{folder.name}_op.py")
         TAKEN[path] = module, purpose
         return module
 
