@@ -215,6 +215,13 @@ def test_axe_and_a_phone(browser: Browser, address: str, scheme: str) -> None:
     context.close()
 
 
+def test_sums_and_running_sums_are_told_apart(figures: list[Figure]) -> None:
+    """The interpreter adds up for both with one function."""
+    sentences = [step.sentence for _, _, trace in traces(figures) for step in trace.steps]
+    for name in ("cumsum", "sum"):
+        assert any(f"`tl.{name}` of 4 × 4 values" in sentence for sentence in sentences)
+
+
 def test_figures_are_small(figures: list[Figure]) -> None:
     for figure in figures:
         assert len(gzip.compress(drawing(figure).encode())) <= MOST

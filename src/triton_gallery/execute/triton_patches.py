@@ -233,8 +233,11 @@ def observe(observer: Observer) -> Iterator[None]:
     def apply(self: Any, values: Any) -> Any:
         result = reduce(self, values)
         if isinstance(values, tuple):  # it calls itself with one
-            name = getattr(self.combine_fn, "__name__", "").strip("_").replace("elementwise_", "")
-            observer.reduced(name.replace("_combine", ""), values[0].handle.data, numbers(result[0].handle))
+            name = getattr(self.combine_fn, "__name__", "").strip("_")
+            name = name.replace("elementwise_", "").replace("_combine", "")
+            if isinstance(self, interpreter.ScanOps):
+                name = {"sum": "cumsum", "prod": "cumprod"}.get(name, "associative_scan")
+            observer.reduced(name, values[0].handle.data, numbers(result[0].handle))
         return result
 
     def prepare_arguments(self: Any, positional: Any, named: Any) -> Any:

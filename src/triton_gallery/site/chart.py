@@ -60,16 +60,18 @@ def chart(table: Table, place: str = "") -> str:
         sizes = (f'<text x="{100 * (i + 0.5) / count:.1f}%" y="100%">{escape(x)}</text>' for i, x in enumerate(names))
     else:
         kind, box, height = "rows", f"0 0 100 {count}", f' style="height:{ROW * count:.1f}rem"'
-        grid = "".join(f"M{at:.1f} 0v{count}" for at, _ in ticks)
+        grid = "".join(f"M{at:.1f} 0v{count}" for at, _ in ticks) + "".join(f"M0 {row}h100" for row in range(count))
         rates = "".join(f'<text x="{at:.1f}%" y="100%">{name}</text>' for at, name in ticks)
         sizes = (f'<text y="{100 * row / count:.1f}%">{escape(x)}</text>' for row, x in enumerate(names))
     drawn = "".join(_series(table, name, axis) for name in table.series)
+    # Rates rise along the left side, and rows are named there: that side's title is at the top.
+    left, below = (_title(table), _size_title(table))[:: 1 if _is_ordered(table) else -1]
     return (
-        f'<div class="chart {kind}" style="--left:{max(len(name) for _, name in ticks)}ch">{_legend(table)}'
+        f'<div class="chart {kind}" style="--left:{max(len(name) for _, name in ticks)}ch">{_legend(table, left)}'
         f'<svg role="img" aria-label="{escape(label)}"{height}>'
         f'<svg viewBox="{box}" preserveAspectRatio="none"><path class="grid" d="{grid}"/>{drawn}</svg>'
         f'<g class="rates">{rates}</g><g class="sizes">{"".join(sizes)}</g></svg>'
-        f'<p class="axis">{escape(_size_title(table))}</p></div>'
+        f'<p class="axis">{escape(below)}</p></div>'
     )
 
 
@@ -166,8 +168,8 @@ def _color(table: Table, name: str) -> str:
     return f"var(--chart-{kind}-{min(names.index(name) + 1, most)})"
 
 
-def _legend(table: Table) -> str:
-    """Return the legend, with room for a size and for the rate of each series at it."""
+def _legend(table: Table, title: str) -> str:
+    """Return the title of what is at the left, and a legend with room for a size and the rate of each series at it."""
     texts = {name: [figure(value) for value in values] for name, values in table.series.items()}
     digits = max((len(text) for values in texts.values() for text in values), default=0)
     series = "".join(
@@ -176,7 +178,7 @@ def _legend(table: Table) -> str:
         for name, values in texts.items()
     )
     return (
-        f'<p class="legend" role="status" style="--digits:{digits}ch"><span>{escape(_title(table))}</span> {series}'
+        f'<p class="legend" role="status" style="--digits:{digits}ch"><span>{escape(title)}</span> {series}'
         f'<span class="at" data-x="{escape(table.x)}"></span></p>'
     )
 
