@@ -12,11 +12,12 @@ WORKLOADS = [
             lambda x, weight, bias: torch.nn.functional.gelu(torch.nn.functional.linear(x, weight, bias))
         ),
         shapes=[  # tokens, K and N of layers of models
-            *((8192, size, 4 * size) for size in (768, 1600, 2880, 4096)),
+            *((8192, size, 4 * size) for size in (1600, 2880, 4096)),
             (8192, 4096, 14336),
             (8192, 8192, 8192),
             (1024, 4096, 16384),
             (8191, 4097, 8193),
+            (500, 1792, 5376),
         ],
         inputs=lambda random, shape: (
             random(shape[:2]),

@@ -1,12 +1,12 @@
-"""Cumulative sum over the last dimension, for many rows.
+"""Cumulative sum over the last dimension.
 
 Like ``torch.cumsum(x, -1)``, for floating-point rows of up to 2**30 elements.
 One program scans a row block by block and reads each element once. The carry
 between blocks is float64, so for narrower dtypes the error does not grow with
 the number of blocks. The backward is the same kernel from right to left, where
-PyTorch flips, scans and flips back. Many rows are fast; with few, part of the
-GPU is idle: use ``cumsum_long``. Deterministic on a given GPU model, with
-gradients of any order.
+PyTorch flips, scans and flips back. A few long rows would leave part of the GPU
+idle: they are computed as in ``cumsum_long``, where many programs share a row.
+Deterministic on a given GPU model, with gradients of any order.
 """
 
 import math
@@ -15,6 +15,11 @@ import torch
 import triton
 import triton.language as tl
 from torch.library import Library, triton_op, wrap_triton
+
+from triton_gallery_ops.cumsum_long import (
+    _cumsum_long_kernel,
+    _cumsum_long_launch_either,
+)
 
 CUMSUM_NAMESPACE = "triton_gallery"
 CUMSUM_ACC = {
@@ -26,6 +31,8 @@ CUMSUM_ACC = {
 CUMSUM_LONGEST = 2**30  # elements; their offsets are int32
 CUMSUM_BLOCK = 1024  # elements that two warps scan at a time
 CUMSUM_FEW = 2048  # fewer rows take four times the block and twice the warps
+# Fewer rows than a GPU has multiprocessors, of several blocks, are shared.
+CUMSUM_SHARED = 128
 
 
 @triton.jit
@@ -121,12 +128,15 @@ def _cumsum_plan(x, stride, REVERSE):
     }
 
 
-def _cumsum_launch_either(name, x, kernel, REVERSE):
+def _cumsum_launch_either(name, x, wrap, REVERSE):
     _cumsum_check(name, x)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if y.numel() == 0:
         return y
     N = int(x.shape[-1]) if x.ndim else 1
+    if N > 4 * CUMSUM_BLOCK and x.numel() // N < CUMSUM_SHARED:
+        shared = wrap(_cumsum_long_kernel)
+        return _cumsum_long_launch_either(name, x, shared, REVERSE)
     x = x.reshape(-1, N)
     x = x if x.stride(1) == 1 else x.contiguous()
     M, stride = x.shape[0], int(x.stride(0))
@@ -134,16 +144,16 @@ def _cumsum_launch_either(name, x, kernel, REVERSE):
     grid = (triton.cdiv(M, plan["BLOCK_M"]),)
     # Triton launches on the current GPU, which may not be that of x.
     with torch.accelerator.device_index(x.device.index):
-        kernel[grid](x, y, M, N, stride, **plan)
+        wrap(_cumsum_kernel)[grid](x, y, M, N, stride, **plan)
     return y
 
 
-def _cumsum_launch(x, kernel=_cumsum_kernel):
-    return _cumsum_launch_either("cumsum", x, kernel, False)
+def _cumsum_launch(x, wrap=lambda kernel: kernel):
+    return _cumsum_launch_either("cumsum", x, wrap, False)
 
 
-def _cumsum_backward_launch(grad, kernel=_cumsum_kernel):
-    return _cumsum_launch_either("cumsum_backward", grad, kernel, True)
+def _cumsum_backward_launch(grad, wrap=lambda kernel: kernel):
+    return _cumsum_launch_either("cumsum_backward", grad, wrap, True)
 
 
 @triton_op(f"{CUMSUM_NAMESPACE}::cumsum", mutates_args={})
@@ -154,16 +164,16 @@ def cumsum(x: torch.Tensor) -> torch.Tensor:
     layout, with rows of up to 2**30 elements. Sums up in float32 and from block
     to block in float64, or all in float64. The result has the shape and dtype
     of ``x``, is contiguous, and is deterministic on one kind of GPU. Each row
-    has one program: many rows are fast, and few are slow. NaN and inf reach all
-    elements after them. Raises TypeError for other dtypes and ValueError for
-    longer rows. Has gradients of any order.
+    has one program, or several if there are few long rows. NaN and inf reach
+    all elements after them. Raises TypeError for other dtypes and ValueError
+    for longer rows. Has gradients of any order.
 
     Rounding: each block is summed in float32 and added to a carry of float64,
     or all in float64; each result is rounded once.
 
     Under ``torch.autocast`` it casts float16 and bfloat16 to float32.
     """
-    return _cumsum_launch(x, wrap_triton(_cumsum_kernel))
+    return _cumsum_launch(x, wrap_triton)
 
 
 @triton_op(f"{CUMSUM_NAMESPACE}::cumsum_backward", mutates_args={})
@@ -173,7 +183,7 @@ def cumsum_backward(grad: torch.Tensor) -> torch.Tensor:
     That is the gradient of ``cumsum``, whose gradient is ``cumsum``. All else
     is as in ``cumsum``.
     """
-    return _cumsum_backward_launch(grad, wrap_triton(_cumsum_kernel))
+    return _cumsum_backward_launch(grad, wrap_triton)
 
 
 # On a GPU a call goes to the launcher; all else goes on to the triton_op.

@@ -5,9 +5,10 @@ GELU is applied in registers, before rounding, which saves a write and a read of
 the product. That matters less the larger K is. On H100, H200 and B200, half
 precision goes through the copy engine; matrices whose rows do not begin at
 multiples of 16 bytes are copied first. Float32 has full precision, not TF32. If
-a gradient is wanted, the product is kept for the backward, which leaves its own
-products to PyTorch and is as deterministic as they are. The forward is
-deterministic. A second derivative raises RuntimeError.
+a gradient is wanted, the product is kept for the backward. Products of the
+backward are ``matmul``'s in half precision where 8 does not divide N or K, and
+otherwise PyTorch's, as deterministic as they are. The forward is deterministic.
+A second derivative raises RuntimeError.
 """
 
 import math
@@ -19,6 +20,9 @@ import triton
 import triton.language as tl
 from torch.library import Library, custom_op, triton_op, wrap_triton
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from triton_gallery_ops.matmul import matmul
+from triton_gallery_ops.persistent_matmul import _persistent_matmul_copy
 
 LINEAR_GELU_NAMESPACE = "triton_gallery"
 LINEAR_GELU_THREAD = threading.local()
@@ -300,7 +304,7 @@ def _linear_gelu_rows(x, unit):
     # Rows that overlap, as those of an expanded tensor, no engine takes.
     if begins and step == 1 and stride >= length:
         return x
-    return _linear_gelu_empty(x, rows, length, unit).copy_(x)
+    return _persistent_matmul_copy(_linear_gelu_empty(x, rows, length, unit), x)
 
 
 def _linear_gelu_empty(x, rows, length, unit):
@@ -501,12 +505,16 @@ def _linear_gelu_gradient(ctx, grad, _):
     x, weight, z = ctx.saved_tensors
     dz, db = linear_gelu_backward(grad, z, ctx.approximate)
     M = math.prod(x.shape[:-1])
-    dx = dw = None
+    (N, K), dx, dw = weight.shape, None, None
+    # PyTorch's product is slow where rows begin at no multiples of 16 bytes.
+    odd = x.element_size() == 2 and (N % 8 != 0 or K % 8 != 0)
+    product = matmul if odd else torch.mm
+    dz = dz.reshape(M, N)
     # Of frozen weights, or of data, no product is needed.
     if ctx.needs_input_grad[0]:
-        dx = dz @ weight
+        dx = product(dz, weight).view(x.shape)
     if ctx.needs_input_grad[1]:
-        dw = dz.reshape(M, weight.shape[0]).T @ x.reshape(M, weight.shape[1])
+        dw = product(dz.T, x.reshape(M, K))
     return dx, dw, db if ctx.needs_input_grad[2] else None, None, None
 
 

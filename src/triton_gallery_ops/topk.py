@@ -285,7 +285,8 @@ def _topk_gradient(ctx, grad, _):
             grad, weights, -1, grad.dtype
         )
     # No element is found twice, so there is no order of additions.
-    return grad.new_zeros(ctx.shape).scatter(-1, indices, grad), None, None
+    dx = grad.new_zeros(ctx.shape).scatter_(-1, indices, grad)
+    return dx, None, None
 
 
 topk.register_autograd(_topk_gradient, setup_context=_topk_setup)

@@ -350,7 +350,7 @@ def _topk_long_setup(ctx, inputs, output):
 def _topk_long_gradient(ctx, grad, _):
     (indices,) = ctx.saved_tensors
     # No element is found twice, so there is no order of additions.
-    return grad.new_zeros(ctx.shape).scatter(-1, indices, grad), None
+    return grad.new_zeros(ctx.shape).scatter_(-1, indices, grad), None
 
 
 topk_long.register_autograd(_topk_long_gradient, setup_context=_topk_long_setup)

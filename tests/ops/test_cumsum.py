@@ -3,6 +3,8 @@
 # ruff: noqa: N806 - a row has N elements, as in the recipe
 
 import re
+from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -61,6 +63,7 @@ def case(name: str, other: str) -> Case:
         sizes=SIZES,
         small=(2, 5),
         in_layouts=(3, 1025),
+        settings={"CUMSUM_SHARED": 0},  # a program a row
         shapes=st.tuples(LEADS, sizes(1024, 4500)).map(lambda drawn: (*drawn[0], drawn[1])),
         roundings=roundings,
         floor=lambda dtype: torch.finfo(dtype).tiny,
@@ -79,6 +82,10 @@ SIZES = [(3, 1), (129, 8), (3, 1025), (5, 0), (17, 64), (3, 3000), (), (3, 4097)
 SIZES += [(1024 // N + 1, N) for N in (2, 3, 4, 16, 32, 100, 128, 256, 512, 1023, 1024)]
 SIZES += [(3, N) for N in (2048, 4096, 8192, 8200, 20_001)]
 CONTRACT = [case("cumsum", "cumsum_backward"), case("cumsum_backward", "cumsum")]
+CONTRACT += [
+    replace(one, name=f"{one.name}, few long rows", settings={}, sizes=[(3, 4097), (2, 20_001), (1, 9000)], refused=[])
+    for one in CONTRACT
+]
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -110,8 +117,10 @@ def test_steps_of_the_ladder(recipe: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_wide_accumulator(taken: ModuleType, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("shared", [0, 128])
+def test_wide_accumulator(taken: ModuleType, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, shared: int) -> None:
     """Adding up ones does not stand still at the 2048 or 256 where half precision does."""
+    monkeypatch.setattr(taken, "CUMSUM_SHARED", shared)
     x = torch.ones(2, 9000, dtype=dtype, device=DEVICE)
     counts = torch.arange(1, 9001, device=DEVICE).double()
     rtol = torch.finfo(dtype).eps
@@ -119,12 +128,34 @@ def test_wide_accumulator(taken: ModuleType, dtype: torch.dtype) -> None:
     torch.testing.assert_close(taken.cumsum_backward(x)[1].double(), counts.flip(0), rtol=rtol, atol=0)
 
 
-def test_carry_accumulator(taken: ModuleType) -> None:
+@pytest.mark.parametrize("shared", [0, 128])
+def test_carry_accumulator(taken: ModuleType, monkeypatch: pytest.MonkeyPatch, shared: int) -> None:
     """The error does not grow along a row: float32 sums of a large number and ones, far behind the large number."""
+    monkeypatch.setattr(taken, "CUMSUM_SHARED", shared)
     x = torch.zeros(200, 1024, device=DEVICE)
     x[0, 0], x[1:, 5] = 2**26, 1  # which float32 cannot add one by one
     out = taken.cumsum(x.view(1, -1)).view(200, 1024)[:, -1]
     torch.testing.assert_close(out.double(), 2**26 + torch.arange(200, device=x.device).double(), rtol=2**-22, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "N", "shared"), [(40, 100_277, True), (127, 4097, True), (127, 4096, False), (128, 100_277, False)]
+)
+def test_few_long_rows_float32(
+    taken: ModuleType, monkeypatch: pytest.MonkeyPatch, rows: int, N: int, shared: bool
+) -> None:
+    """Fewer rows than a GPU has multiprocessors are shared by programs, in both directions."""
+    launched = []
+
+    def wrap(kernel: Any) -> Any:
+        launched.append(kernel)
+        return defaultdict(lambda: lambda *_, **__: None)
+
+    monkeypatch.setattr(taken, "_cumsum_long_launch_either", lambda *_: None)
+    x = torch.empty(rows, N, device=DEVICE)
+    for launch in (taken._cumsum_launch, taken._cumsum_backward_launch):
+        launch(x, wrap)
+    assert launched == 2 * [taken._cumsum_long_kernel if shared else taken._cumsum_kernel]
 
 
 @pytest.mark.needs_gpu_memory(11)
@@ -205,10 +236,12 @@ BREAKS = [
     ),
     ("vectors that are not turned", "            x = _cumsum_turn(x, VEC)\n", "            x += 0\n"),
     ("sums that are not turned back", "            y = _cumsum_turn(y, VEC)\n", "            y += 0\n"),
+    ("few rows that are not shared", "CUMSUM_SHARED = 128", "CUMSUM_SHARED = 0"),
+    ("short rows that are shared", "if N > 4 * CUMSUM_BLOCK and x.numel()", "if x.numel()"),
     ("vectors across rows", "VEC = math.gcd(N, stride, 16 // size)", "VEC = math.gcd(stride, 16 // size)"),
     (
         "a gradient from left to right",
-        'return _cumsum_launch_either("cumsum_backward", grad, kernel, True)',
-        'return _cumsum_launch_either("cumsum_backward", grad, kernel, False)',
+        'return _cumsum_launch_either("cumsum_backward", grad, wrap, True)',
+        'return _cumsum_launch_either("cumsum_backward", grad, wrap, False)',
     ),
 ]
