@@ -129,6 +129,15 @@ def on_all_ranks(right):
     return bool(verdict.item())
 
 
+def scattered_error(y, x, weight):
+    """Return errors of all ranks' summed products as parts of the allowed."""
+    parts = torch.stack(exact(x, weight))
+    dist.all_reduce(parts)
+    expected, bound = parts[:, RANK * ROWS :][:, :ROWS]
+    bound += torch.finfo(DTYPE).eps * expected.abs()
+    return (y[:, -512:].double() - expected) / bound
+
+
 def what_to_take(times):
     """Return a table of times, and of what takes the least; not the roof."""
     rows = []
@@ -227,6 +236,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 BUFFERS = symmetric(DTYPE, RANKS * ROWS, K)
 ONES = symmetric(torch.int32, 1)
 ONES[RANK].fill_(1)
+# The handle of this memory has the barrier.
 HANDLE = None if SMALL else symm_mem.rendezvous(BUFFERS[RANK], GROUP)
 meet_ranks()
 
@@ -305,20 +315,18 @@ def wait(flag_ptr, tries):
 
 
 @triton.jit
-def product(x_desc, weight_desc, off_m, off_n):
+def product(x_desc, w_desc, off_m, off_n):
     """Return a tile of x @ weight.T, in float32."""
-    tile: tl.constexpr = [x_desc.block_shape[0], weight_desc.block_shape[0]]
+    tile: tl.constexpr = [x_desc.block_shape[0], w_desc.block_shape[0]]
     acc = tl.zeros(tile, dtype=tl.float32)  # (BLOCK_M, BLOCK_N)
     for k in range(0, x_desc.shape[1], x_desc.block_shape[1]):
-        weight = weight_desc.load([off_n, k])  # (BLOCK_N, BLOCK_K)
+        weight = w_desc.load([off_n, k])  # (BLOCK_N, BLOCK_K)
         acc = tl.dot(x_desc.load([off_m, k]), weight.T, acc)
     return acc
 
 
 @triton.jit
-def gather_tile(
-    tile, x_desc, weight_desc, y_desc, flags_ptr, first, chunk, tries
-):
+def gather_tile(tile, x_desc, w_desc, y_desc, flags_ptr, first, chunk, tries):
     """Compute one tile once its rows are here; first is this rank's chunk."""
     M, N = y_desc.shape
     BLOCK_M: tl.constexpr = y_desc.block_shape[0]
@@ -330,21 +338,21 @@ def gather_tile(
     off_m = place * chunk + within % tiles_m * BLOCK_M
     off_n = within // tiles_m * BLOCK_N
     lost = wait(flags_ptr + place, tries)
-    acc = product(x_desc, weight_desc, off_m, off_n) + lost
+    acc = product(x_desc, w_desc, off_m, off_n) + lost
     y_desc.store([off_m, off_n], acc.to(y_desc.dtype))
 
 
 @triton.jit
 def gather_kernel(
-    x_desc, weight_desc, y_desc, flags_ptr, first, chunk, tries, tiles
+    x_desc, w_desc, y_desc, flags_ptr, first, chunk, tries, tiles
 ):
     for tile in range(tl.program_id(axis=0), tiles, tl.num_programs(axis=0)):
         gather_tile(
-            tile, x_desc, weight_desc, y_desc, flags_ptr, first, chunk, tries
+            tile, x_desc, w_desc, y_desc, flags_ptr, first, chunk, tries
         )
 
 
-# BLOCK_M, BLOCK_N, BLOCK_K: of *Persistent matmul*
+# BLOCK_M, BLOCK_N, BLOCK_K: the large tile of *Persistent matmul*
 TILE = (32, 32, 16) if SMALL else (128, 256, 64)
 OPTIONS = {"num_warps": 8, "num_stages": 3}
 TRIES = 2**20 if SMALL else 2**24  # seconds
@@ -472,20 +480,12 @@ if __name__ == "__main__" and HAS_TMA and DEVICE.type == "cuda":
 
 @triton.jit
 def timed_kernel(
-    times_ptr,
-    x_desc,
-    weight_desc,
-    y_desc,
-    flags_ptr,
-    first,
-    chunk,
-    tries,
-    tiles,
+    times_ptr, x_desc, w_desc, y_desc, flags_ptr, first, chunk, tries, tiles
 ):
     for tile in range(tl.program_id(axis=0), tiles, tl.num_programs(axis=0)):
         tl.store(times_ptr + 2 * tile, tl.extra.cuda.globaltimer())
         gather_tile(
-            tile, x_desc, weight_desc, y_desc, flags_ptr, first, chunk, tries
+            tile, x_desc, w_desc, y_desc, flags_ptr, first, chunk, tries
         )
         tl.store(times_ptr + 2 * tile + 1, tl.extra.cuda.globaltimer())
 
@@ -565,7 +565,7 @@ if __name__ == "__main__" and HAS_TMA and DEVICE.type == "cuda":
 
 @triton.jit
 def scatter_kernel(
-    x_desc, weight_desc, buffers_ptr, rank, rows, N, BLOCK_N: tl.constexpr
+    x_desc, w_desc, buffers_ptr, rank, rows, N, BLOCK_N: tl.constexpr
 ):
     M = x_desc.shape[0]
     BLOCK_M: tl.constexpr = x_desc.block_shape[0]
@@ -577,7 +577,7 @@ def scatter_kernel(
         off_m = tile % tiles % tiles_m * BLOCK_M  # of that rank's rows
         off_n = tile % tiles // tiles_m * BLOCK_N
         off_x = to * rows + off_m
-        part = product(x_desc, weight_desc, off_x, off_n)
+        part = product(x_desc, w_desc, off_x, off_n)
         address = tl.load(buffers_ptr + to)
         out_ptr = address.to(tl.pointer_type(x_desc.dtype))
         out_ptr = tl.multiple_of(out_ptr, 16)
@@ -596,27 +596,22 @@ ADDRESSES = torch.tensor(
 )
 
 
+def sum_of_parts(dtype):
+    return PARTS[RANK].sum(0, dtype=torch.float32).to(dtype)
+
+
 def matmul_scatter(x, weight):
     """Return this rank's rows of the sum of all ranks' products."""
     assert x.shape == (RANKS * ROWS, weight.shape[1])
     assert weight.shape[0] == COLUMNS
     assert ROWS % TILE[0] == 0  # else a tile has rows of two ranks
     barrier(0)  # all have added up the parts of the last call
-    x_desc, weight_desc, _ = described(x, weight, x)
+    x_desc, w_desc, _ = described(x, weight, x)
     numbers = RANK, ROWS, COLUMNS, TILE[1]
-    tables = x_desc, weight_desc, ADDRESSES
+    tables = x_desc, w_desc, ADDRESSES
     scatter_kernel[(PROGRAMS,)](*tables, *numbers, **OPTIONS)
     barrier(1)  # all parts are here
-    return PARTS[RANK].sum(0, dtype=torch.float32).to(x.dtype)
-
-
-def scattered_error(y, x, weight):
-    """Return errors of a sum of products as parts of what is allowed."""
-    parts = torch.stack(exact(x, weight))
-    dist.all_reduce(parts)
-    expected, bound = parts[:, RANK * ROWS :][:, :ROWS]
-    bound += torch.finfo(DTYPE).eps * expected.abs()
-    return (y[:, -512:].double() - expected) / bound
+    return sum_of_parts(x.dtype)
 
 
 if HAS_TMA:
@@ -697,7 +692,7 @@ if __name__ == "__main__" and HAS_TMA and DEVICE.type == "cuda":
         "cuBLAS, then NCCL": lambda: scatter_torch(*back),
         "PyTorch, fused": lambda: fused_scatter(*back),
         "this page's kernel": lambda: matmul_scatter(*back),
-        "its sum alone": lambda: PARTS[RANK].sum(0, dtype=torch.float32),
+        "its sum alone": lambda: sum_of_parts(DTYPE),
         "product alone": lambda: x_part @ weight_part.T,
     }
     found = gpu_time(calls, prepare=dist.barrier)
@@ -709,9 +704,9 @@ if __name__ == "__main__" and HAS_TMA and DEVICE.type == "cuda":
 # %%
 # From how many tokens on is there enough to hide behind? *Triton* is the op
 # now, and *Roof* the product alone. The rate is of GPU time, and counts
-# operations of one rank. The table has a call's GPU time and CPU time. A call
-# takes the longer of both, and in a CUDA graph its GPU time: the last columns
-# name what then takes the least.
+# operations of one rank. The table has a call's GPU time and CPU time. Calls in
+# a row take the longer of both, replays of a CUDA graph the GPU time: ``take``
+# and ``in a graph`` name what takes the least.
 
 
 def gather_calls(tokens):
@@ -801,17 +796,6 @@ def check_sum(kernel):
 
 if __name__ == "__main__":
     check_sum(sum_kernel)
-
-# %%
-# Go further
-# ----------
-#
-# The sum at the end of ``matmul_scatter`` is not hidden. How would flags let a
-# rank add up its first rows while the product runs? `PyTorch's page
-# <https://docs.pytorch.org/docs/stable/symmetric_memory.html>`_ lists its own
-# functions for such layers.
-
-if __name__ == "__main__":
     dist.destroy_process_group()
 
 # %%
