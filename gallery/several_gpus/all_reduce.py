@@ -125,7 +125,7 @@ if __name__ == "__main__":
 
 @triton.jit
 def meet(pads_ptr, late_ptr, rank, tries, RANKS: tl.constexpr):
-    """Wait for this program on all ranks; return whether all came."""
+    """Wait for this program on all ranks; return 0, or NaN if one is late."""
     slot = tl.program_id(axis=0)
     mine_ptr = tl.load(pads_ptr + rank).to(tl.pointer_type(tl.int64)) + slot
     count = tl.atomic_add(mine_ptr, 0, sem="acquire", scope="sys")  # reads it
@@ -139,7 +139,7 @@ def meet(pads_ptr, late_ptr, rank, tries, RANKS: tl.constexpr):
         count = tl.atomic_add(mine_ptr, 0, sem="acquire", scope="sys")
     tl.store(late_ptr, 1, mask=count < target)
     tl.debug_barrier()  # no thread reads before all ranks have come
-    return count >= target
+    return tl.where(count < target, float("nan"), 0.0)
 
 
 @triton.jit
@@ -155,22 +155,19 @@ def one_shot_kernel(
     BLOCK: tl.constexpr,
 ):
     first = tl.program_id(axis=0) * BLOCK
-    came = meet(pads_ptr, late_ptr, rank, tries, RANKS)
+    lost = meet(pads_ptr, late_ptr, rank, tries, RANKS)
     for start in range(first, N, tl.num_programs(axis=0) * BLOCK):
         offs = start + tl.arange(0, BLOCK)  # (BLOCK,)
         acc = tl.zeros((BLOCK,), dtype=tl.float32)
         for peer in tl.static_range(RANKS):
             ptr = tl.load(buffers_ptr + peer).to(tl.pointer_type(tl.float32))
-            # 16 divides the address: a thread may load 16 bytes at once
-            ptr = tl.multiple_of(ptr, 16)
+            ptr = tl.multiple_of(ptr, 16)  # so a thread loads 16 bytes at once
             acc += tl.load(ptr + offs, mask=offs < N, other=0.0)
-        acc = tl.where(came, acc, float("nan"))
-        tl.store(out_ptr + offs, acc, mask=offs < N)
+        tl.store(out_ptr + offs, acc + lost, mask=offs < N)
     meet(pads_ptr, late_ptr, rank, tries, RANKS)  # now x may be overwritten
 
 
-# With 16 warps, a thread has 16 bytes of a block. More programs read more at a
-# time, but each of them meets all ranks.
+# Of 16 warps, a thread has 16 bytes of a block; each program meets all ranks.
 BLOCK, PROGRAMS, MANY = 2048, 32, 70_000
 LARGEST, TRIES = 2**24, 2**26
 if DEVICE.type == "cpu":
@@ -222,9 +219,8 @@ for N in (1, 1000, MANY):
 # ---------
 #
 # Ranks begin at different moments and wait for each other, so we time 20 calls
-# in a row, in a CUDA graph. The tables have microseconds of a call: the median,
-# and in brackets the 20th and the 80th percentile. ``one_shot_all_reduce`` is
-# PyTorch's kernel for symmetric memory.
+# in a row, in a CUDA graph. ``one_shot_all_reduce`` is PyTorch's kernel for
+# symmetric memory.
 
 
 def time_calls(calls_of, sizes, width=4, repeats=20):
@@ -270,8 +266,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     say(microseconds(time_calls(first_calls, (2**12, 2**16, 2**24))))
 
 # %%
-# From the first size to the second the tensor grows 16 times, and the time far
-# less: most of it does not depend on the size. We remove a barrier.
+# These are microseconds of a call: the median, and in brackets the 20th and the
+# 80th percentile. From the first size to the second the tensor grows 16 times,
+# and the time far less: most of it does not depend on the size. We remove a
+# barrier.
 #
 # One barrier
 # -----------
@@ -312,7 +310,7 @@ def one_barrier_kernel(
         offs = start + tl.arange(0, BLOCK)  # (BLOCK,)
         x = tl.load(x_ptr + offs, mask=offs < N)
         tl.store(mine_ptr + begin + offs, x, mask=offs < N)
-    came = meet(pads_ptr, late_ptr, rank, tries, RANKS)
+    lost = meet(pads_ptr, late_ptr, rank, tries, RANKS)
     for start in range(pid * BLOCK, N, tl.num_programs(axis=0) * BLOCK):
         offs = start + tl.arange(0, BLOCK)
         acc = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -320,8 +318,7 @@ def one_barrier_kernel(
             ptr = tl.load(buffers_ptr + peer).to(tl.pointer_type(tl.float32))
             ptr = tl.multiple_of(ptr, 16)
             acc += tl.load(ptr + begin + offs, mask=offs < N, other=0.0)
-        acc = tl.where(came, acc, float("nan"))
-        tl.store(out_ptr + offs, acc, mask=offs < N)
+        tl.store(out_ptr + offs, acc + lost, mask=offs < N)
 
 
 HALF = triton.cdiv(LARGEST, 16) * 16  # the second buffer is aligned, too
@@ -389,7 +386,7 @@ def two_shot_kernel(
     step = tl.num_programs(axis=0) * BLOCK
     mine_ptr = tl.load(buffers_ptr + rank).to(tl.pointer_type(tl.float32))
     mine_ptr = tl.multiple_of(mine_ptr, 16)
-    came = meet(pads_ptr, late_ptr, rank, tries, RANKS)
+    lost = meet(pads_ptr, late_ptr, rank, tries, RANKS)
     for start in range(first, SLICE, step):
         offs = start + tl.arange(0, BLOCK)  # (BLOCK,), in the slice
         acc = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -397,16 +394,15 @@ def two_shot_kernel(
             ptr = tl.load(buffers_ptr + peer).to(tl.pointer_type(tl.float32))
             ptr = tl.multiple_of(ptr, 16) + rank * SLICE
             acc += tl.load(ptr + offs, mask=offs < SLICE, other=0.0)
-        acc = tl.where(came, acc, float("nan"))
-        tl.store(mine_ptr + rank * SLICE + offs, acc, mask=offs < SLICE)
-    came = meet(pads_ptr, late_ptr, rank, tries, RANKS)
+        ptrs = mine_ptr + rank * SLICE + offs
+        tl.store(ptrs, acc + lost, mask=offs < SLICE)
+    lost = meet(pads_ptr, late_ptr, rank, tries, RANKS)
     for start in range(first, SLICE, step):
         offs = start + tl.arange(0, BLOCK)
         for peer in tl.static_range(RANKS):
             ptr = tl.load(buffers_ptr + peer).to(tl.pointer_type(tl.float32))
             ptr = tl.multiple_of(ptr, 16) + peer * SLICE
-            total = tl.load(ptr + offs, mask=offs < SLICE)
-            total = tl.where(came, total, float("nan"))
+            total = tl.load(ptr + offs, mask=offs < SLICE) + lost
             tl.store(out_ptr + peer * SLICE + offs, total, mask=offs < SLICE)
     meet(pads_ptr, late_ptr, rank, tries, RANKS)
 
