@@ -317,11 +317,11 @@ def wait(flag_ptr, tries):
 @triton.jit
 def product(x_desc, w_desc, off_m, off_n):
     """Return a tile of x @ weight.T, in float32."""
-    # (BLOCK_M, BLOCK_N)
-    acc = tl.zeros([x_desc.block_shape[0], w_desc.block_shape[0]], tl.float32)
+    tile: tl.constexpr = [x_desc.block_shape[0], w_desc.block_shape[0]]
+    acc = tl.zeros(tile, dtype=tl.float32)  # (BLOCK_M, BLOCK_N)
     for k in range(0, x_desc.shape[1], x_desc.block_shape[1]):
-        weight = w_desc.load([off_n, k])  # (BLOCK_N, BLOCK_K)
-        acc = tl.dot(x_desc.load([off_m, k]), weight.T, acc)
+        # (BLOCK_M, BLOCK_K) times (BLOCK_K, BLOCK_N)
+        acc = tl.dot(x_desc.load([off_m, k]), w_desc.load([off_n, k]).T, acc)
     return acc
 
 
