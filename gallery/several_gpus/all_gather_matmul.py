@@ -531,17 +531,17 @@ if __name__ == "__main__" and HAS_TMA and DEVICE.type == "cuda":
 # %%
 # Time 0 is when the first tile began; this rank's own chunks come first. A mark
 # left of its bar means that no tile waited; within the bar, tiles waited until
-# there. In the recorded runs none waited: the copies are hidden. They need not
-# reach 450 GB/s for that. The stamps run between them, and may delay them.
+# there. In the recorded runs none waited: the copies are hidden. The stamps run
+# between them, and may delay them.
 #
 # How large is a chunk?
 # ---------------------
 #
-# The first tile of a small chunk waits less. But small chunks need more copies,
-# and fewer consecutive tiles share a tile of the weight. Here this rank's own
-# rows hide all copies, so even one chunk for each rank, the last line, is in
-# time. Above 1024 rows, our ``CHUNK``, the time hardly changes. Compare times
-# within a table only: one call varies a little between tables.
+# A small chunk comes earlier. But small chunks need more copies, and fewer
+# consecutive tiles share a tile of the weight. Here this rank's own rows hide
+# all copies, so even one chunk for each rank, the last line, is in time. Above
+# 1024 rows, our ``CHUNK``, the time hardly changes. Compare times within a
+# table only.
 
 if __name__ == "__main__" and HAS_TMA and DEVICE.type == "cuda":
     sizes = [c for c in (128, 256, 512, 1024, 2048, 4096) if c <= ROWS]
@@ -623,15 +623,14 @@ if HAS_TMA:
 
 # %%
 # Each part is rounded once before it travels, and the sum once more: the bound
-# is the sum of the parts' bounds, and one ``eps``. The way back is timed below,
-# with the op.
+# is the sum of the parts' bounds, and one ``eps``. Times follow with the op's.
 #
 # Break it: do not wait
 # ---------------------
 #
 # With no tries the kernel looks at each flag once, and goes on. The copies are
-# late on purpose, so it multiplies the zeros that are in the buffer. The NaN of
-# ``wait`` says so: without it, nothing would tell these results from others.
+# late on purpose, so it multiplies the zeros that are in the buffer. Only the
+# NaN of ``wait`` tells such results from others.
 
 if __name__ == "__main__" and HAS_TMA:
     for tries in (0, TRIES):
