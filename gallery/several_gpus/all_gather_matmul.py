@@ -14,6 +14,7 @@
 #
 # [tool.triton-gallery.not_for]
 # gather_kernel = ["sm_80", "sm_89", "sm_120", "gfx942"]
+# timed_kernel = ["sm_80", "sm_89", "sm_120", "gfx942"]
 # scatter_kernel = ["sm_80", "sm_89", "sm_120", "gfx942"]
 # _all_gather_matmul_kernel = ["sm_80", "sm_89", "sm_120", "gfx942"]
 # _all_gather_matmul_scatter_kernel = ["sm_80", "sm_89", "sm_120", "gfx942"]
@@ -25,8 +26,8 @@ All-gather and matmul: hide communication behind a matrix product
 A model that is split over GPUs (tensor parallel) often gathers rows from all of
 them and then multiplies. The product need not wait for all rows: it begins with
 the rows that are here, while others are copied. With few rows there is too
-little work to hide the copies: the lines below the last chart say from how many
-tokens (rows of all GPUs) on it pays. With fewer, take NCCL, then ``@``.
+little work to hide the copies: the table below the last chart says what to take
+for how many tokens (rows of all GPUs).
 
 After this page you can
 
@@ -44,6 +45,7 @@ import time
 from functools import partial
 
 import matplotlib.pyplot as plt
+import pandas as pd
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
@@ -61,7 +63,7 @@ DEVICE = torch.accelerator.current_accelerator(
 if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
 
-# Whether there is a copy engine for tiles. The interpreter can do without.
+# Whether descriptors work: on Hopper and later, and in the interpreter
 HAS_TMA = DEVICE.type == "cpu" or (
     not torch.version.hip and torch.cuda.get_device_capability() >= (9, 0)
 )
@@ -71,7 +73,7 @@ from triton_gallery.ranks import join_ranks, meet_ranks, shared_bytes
 
 RANK, RANKS = join_ranks()
 GROUP = dist.group.WORLD.group_name
-SMALL = DEVICE.type == "cpu"
+SMALL = DEVICE.type == "cpu"  # small sizes, for the interpreter
 SIDE = None if SMALL else torch.cuda.Stream(priority=-1)  # goes first
 generator = torch.Generator(device=DEVICE).manual_seed(RANK)
 
@@ -100,7 +102,7 @@ def symmetric(dtype, *shape):
 
 
 def pause():
-    """Have what follows on this stream be late."""
+    """Have what follows on this stream be late, by some milliseconds."""
     time.sleep(0.3) if SMALL else torch.cuda._sleep(2**26)  # cycles
 
 
@@ -120,13 +122,58 @@ def begin_aside(work):
     return lambda: torch.cuda.current_stream().wait_stream(SIDE)
 
 
+def on_all_ranks(right):
+    """Return whether something is right on every rank."""
+    verdict = torch.tensor(int(right), device=DEVICE)
+    dist.all_reduce(verdict, dist.ReduceOp.MIN)
+    return bool(verdict.item())
+
+
+def scattered_error(y, x, weight):
+    """Return errors of all ranks' summed products as parts of the allowed."""
+    parts = torch.stack(exact(x, weight))
+    dist.all_reduce(parts)
+    expected, bound = parts[:, RANK * ROWS :][:, :ROWS]
+    bound += torch.finfo(DTYPE).eps * expected.abs()
+    return (y[:, -512:].double() - expected) / bound
+
+
+def what_to_take(times):
+    """Return a table of times, and of what takes the least; not the roof."""
+    rows = []
+    for of in times.values():
+        gpu = {name: 1e3 * ms for name, (ms, *_) in of.items()}
+        del gpu["Roof"]
+        call = {name: max(us, of[name][3]) for name, us in gpu.items()}
+        row = {k: f"{us:.0f} / {of[k][3]:.0f}" for k, us in gpu.items()}
+        row["take"] = min(call, key=call.get).partition(",")[0]
+        row["in a graph"] = min(gpu, key=gpu.get).partition(",")[0]
+        rows.append(row)
+    index = pd.Index(times, name="tokens")
+    return pd.DataFrame(rows, index).to_string()
+
+
+def draw(came, began, ended):
+    """Draw a bar for each chunk, its tiles, and a mark where it came."""
+    chunks, own_chunks = len(began), len(began) - len(came)
+    _, axes = plt.subplots(figsize=(8, 0.3 * chunks + 1), layout="constrained")
+    lasted = [e - b for b, e in zip(began, ended, strict=True)]
+    axes.barh(range(chunks), lasted, left=began, height=0.5, label="its tiles")
+    marks = range(own_chunks, chunks)
+    axes.plot(came, marks, "k|", markersize=12, label="it came")
+    axes.invert_yaxis()
+    axes.set(xlabel="microseconds", ylabel="chunk")
+    axes.legend()
+
+
 # %%
 # In PyTorch
 # ----------
 #
 # Each GPU has a process that runs this script, its *rank*: ``peer_memory.py``
 # explains it. Every rank has some rows ``x``, and a part of a weight. It needs
-# the product of *all* ranks' rows with its part of the weight:
+# the product of *all* ranks' rows with its part of the weight. ``SMALL`` is
+# true without a GPU.
 
 DTYPE = torch.float32 if SMALL else torch.bfloat16
 # Rows of each rank, length of the sums, columns of each rank's result
@@ -149,6 +196,10 @@ if __name__ == "__main__":
     say(f"received {received:,} bytes: {received / 450e3:.2f} us at 450 GB/s")
     say(f"{flops:,} operations: {flops / 989e6:.2f} us at 989 TFLOP/s")
 
+# %%
+# 450 GB/s and 989 TFLOP/s are from NVIDIA's data sheet; an H100 and an H200
+# have the same. What do PyTorch's functions take?
+
 if __name__ == "__main__" and DEVICE.type == "cuda":
     calls = {
         "NCCL": lambda: gather(x),
@@ -159,9 +210,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         say(f"{name}: {1e3 * ms:.0f} us")
 
 # %%
-# 450 GB/s and 989 TFLOP/s are from NVIDIA's data sheet; an H100 and an H200
-# have the same. With the sizes used on a GPU, the product takes longer than the
-# gather and can hide it: the *product alone* is the least time.
+# The product takes longer than the gather and can hide it: the *product alone*
+# is the least time.
 #
 # Rows that arrive beside a kernel
 # --------------------------------
@@ -170,51 +220,64 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # puts its own rows there, and all ranks meet at a barrier. Then copies begin on
 # a *side stream*, in chunks. *Copy engines* copy from other GPUs, and leave the
 # multiprocessors to the kernel. After each chunk, one more copy writes a 1 into
-# the chunk's flag. The copies of a stream run in order, so the chunk is there
-# when its flag is set. The 1 comes from the other GPU, too (``ONES``): a copy
-# within one GPU might need multiprocessors, and the waiting kernel occupies
-# them. Each rank begins with the next rank's rows, so that no two begin at the
-# same rank.
+# the chunk's flag; the flags of this rank's own chunks are 1 from the start.
+# The copies of a stream run in order, so a chunk is there when its flag is set.
+# The 1 comes from the other GPU, too (``ONES``): a copy within one GPU might
+# need multiprocessors, and the waiting kernel occupies them. Each rank begins
+# with the next rank's rows, so that no two begin at the same rank.
 #
 # Helpers are in the fold at the top. ``symmetric`` returns every rank's tensor,
 # ``pause`` delays a stream, and ``say`` prints on rank 0. ``begin_aside`` has
 # the side stream wait for what this stream has queued, begins work there, and
 # returns a function that has this stream wait for the work; the CPU goes on. At
-# ``meet_ranks`` the CPU waits for all ranks, at ``barrier`` the GPU alone does.
+# ``meet_ranks`` the CPU waits for all ranks. At ``barrier``, defined here, the
+# GPU alone does.
 
 BUFFERS = symmetric(DTYPE, RANKS * ROWS, K)
 ONES = symmetric(torch.int32, 1)
 ONES[RANK].fill_(1)
+# The handle of this memory has the barrier.
 HANDLE = None if SMALL else symm_mem.rendezvous(BUFFERS[RANK], GROUP)
 meet_ranks()
 
 
 def barrier(channel):
-    """Have this stream wait for other ranks' streams; the CPU goes on."""
+    """Have this stream wait for other ranks' streams; the CPU goes on.
+
+    A channel has flags of its own: the two barriers of a call have one each.
+    """
     dist.barrier() if SMALL else HANDLE.barrier(channel, 100_000)  # ms
+
+
+def offer(x, chunk):
+    """Let other ranks read x; return flags, set for this rank's chunks."""
+    assert x.shape == (ROWS, K)
+    assert ROWS % chunk == 0
+    BUFFERS[RANK][RANK * ROWS : (RANK + 1) * ROWS].copy_(x)
+    barrier(0)  # the rows of all ranks may be read
+    flags = torch.zeros(RANKS, ROWS // chunk, dtype=torch.int32, device=DEVICE)
+    flags[RANK] = 1
+    return flags.view(-1)
 
 
 def pull(flags, chunk, late=False, stamp=None):
     """Copy the rows of other ranks in chunks, and set a flag after each."""
     if late:
         pause()
-    own = ROWS // chunk  # chunks of a rank
-    for step in range(own, RANKS * own):
-        place = (RANK * own + step) % (RANKS * own)
-        peer, rows = place // own, slice(place * chunk, (place + 1) * chunk)
+    of_a_rank = ROWS // chunk  # chunks
+    for step in range(of_a_rank, RANKS * of_a_rank):
+        place = (RANK * of_a_rank + step) % (RANKS * of_a_rank)
+        peer = place // of_a_rank
+        rows = slice(place * chunk, (place + 1) * chunk)
         BUFFERS[RANK][rows].copy_(BUFFERS[peer][rows])
         flags[place : place + 1].copy_(ONES[peer])
-        if stamp:
+        if stamp:  # for the timeline below
             stamp(place)
 
 
 def begin_gather(x, chunk, **options):
     """Begin to fill this rank's buffer; return flags, and what waits."""
-    assert x.shape == (ROWS, K)
-    assert ROWS % chunk == 0
-    BUFFERS[RANK][RANK * ROWS : (RANK + 1) * ROWS].copy_(x)
-    barrier(0)  # the rows of all ranks may be read
-    flags = torch.zeros(RANKS * ROWS // chunk, dtype=torch.int32, device=DEVICE)
+    flags = offer(x, chunk)
     return flags, begin_aside(partial(pull, flags, chunk, **options))
 
 
@@ -222,8 +285,8 @@ CHUNK = 32 if SMALL else 1024  # rows
 flags, end = begin_gather(x, CHUNK)
 end()
 torch.testing.assert_close(BUFFERS[RANK], everyone, rtol=0, atol=0)
-assert flags.sum() == (RANKS - 1) * ROWS // CHUNK
-meet_ranks()
+assert flags.eq(1).all()
+meet_ranks()  # all have copied: the next call may write x into the buffer
 
 # %%
 # The first kernel
@@ -231,76 +294,72 @@ meet_ranks()
 #
 # The product is *persistent*, as in *Persistent matmul*: each program computes
 # many tiles. *Descriptors* load tiles, with zeros past the edge, and store only
-# what lies within. Two things are new. Tiles of this rank's rows come first,
-# and the others in the order of the copies. Before one of these, a program
-# waits for the chunk's flag. ``tl.load`` has no ``sem``, so ``wait`` adds 0
-# atomically, which returns the flag. With ``sem="acquire"``, later loads come
+# what lies within. ``HAS_TMA`` is true where they work: on Hopper and later,
+# and in the interpreter. Two things are new. Tiles of this rank's rows come
+# first, and the others in the order of the copies. Before each, a program waits
+# for the flag of the tile's chunk. ``tl.load`` has no ``sem``, so ``wait`` adds
+# 0 atomically, which returns the flag. With ``sem="acquire"``, later loads come
 # after it; ``scope="sys"`` includes writers outside this GPU. Within a chunk,
 # tiles go down a column first: consecutive tiles share a tile of the weight.
-# ``times_ptr`` is None until a later section.
 
 
 @triton.jit
 def wait(flag_ptr, tries):
-    """Wait until a flag is set; after some tries, go on: rows may be old."""
-    while (tries > 0) & (
-        tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") == 0
-    ):
+    """Wait until a flag is set; return 0, or NaN if it is not in time."""
+    seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+    while (seen == 0) & (tries > 0):
         tries -= 1
+        seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
     tl.debug_barrier()  # one thread has seen it: now all may load
+    return tl.where(seen == 0, float("nan"), 0.0)
 
 
 @triton.jit
-def product(x_desc, weight_desc, off_m, off_n):
-    """Return a tile of x @ weight.T, in the dtype of x."""
-    tile: tl.constexpr = [x_desc.block_shape[0], weight_desc.block_shape[0]]
+def product(x_desc, w_desc, off_m, off_n):
+    """Return a tile of x @ weight.T, in float32."""
+    tile: tl.constexpr = [x_desc.block_shape[0], w_desc.block_shape[0]]
     acc = tl.zeros(tile, dtype=tl.float32)  # (BLOCK_M, BLOCK_N)
     for k in range(0, x_desc.shape[1], x_desc.block_shape[1]):
-        weight = weight_desc.load([off_n, k])  # (BLOCK_N, BLOCK_K)
-        acc = tl.dot(x_desc.load([off_m, k]), weight.T, acc)
-    return acc.to(x_desc.dtype)
+        # (BLOCK_M, BLOCK_K) times (BLOCK_K, BLOCK_N)
+        acc = tl.dot(x_desc.load([off_m, k]), w_desc.load([off_n, k]).T, acc)
+    return acc
 
 
 @triton.jit
-def gather_kernel(
-    x_desc,
-    weight_desc,
-    y_desc,
-    flags_ptr,
-    times_ptr,
-    first_row,
-    own_chunks,
-    chunk,
-    tries,
-):
+def gather_tile(tile, x_desc, w_desc, y_desc, flags_ptr, first, chunk, tries):
+    """Compute one tile once its rows are here; first is this rank's chunk."""
     M, N = y_desc.shape
     BLOCK_M: tl.constexpr = y_desc.block_shape[0]
     BLOCK_N: tl.constexpr = y_desc.block_shape[1]
     tiles_m = chunk // BLOCK_M
     tiles = tiles_m * tl.cdiv(N, BLOCK_N)  # of a chunk
-    for tile in range(
-        tl.program_id(axis=0), M // chunk * tiles, tl.num_programs(axis=0)
-    ):
-        step, within = tile // tiles, tile % tiles
-        off_m = (first_row + step * chunk) % M + within % tiles_m * BLOCK_M
-        off_n = within // tiles_m * BLOCK_N
-        if times_ptr is not None:
-            tl.store(times_ptr + 2 * tile, tl.extra.cuda.globaltimer())
-        if step >= own_chunks:  # this rank's are here
-            wait(flags_ptr + off_m // chunk, tries)
-        y_desc.store([off_m, off_n], product(x_desc, weight_desc, off_m, off_n))
-        if times_ptr is not None:
-            tl.store(times_ptr + 2 * tile + 1, tl.extra.cuda.globaltimer())
+    step, within = tile // tiles, tile % tiles
+    place = (first + step) % (M // chunk)  # of the chunk
+    off_m = place * chunk + within % tiles_m * BLOCK_M
+    off_n = within // tiles_m * BLOCK_N
+    lost = wait(flags_ptr + place, tries)
+    acc = product(x_desc, w_desc, off_m, off_n) + lost
+    y_desc.store([off_m, off_n], acc.to(y_desc.dtype))
 
 
-# BLOCK_M, BLOCK_N, BLOCK_K
+@triton.jit
+def gather_kernel(
+    x_desc, w_desc, y_desc, flags_ptr, first, chunk, tries, tiles
+):
+    for tile in range(tl.program_id(axis=0), tiles, tl.num_programs(axis=0)):
+        gather_tile(
+            tile, x_desc, w_desc, y_desc, flags_ptr, first, chunk, tries
+        )
+
+
+# BLOCK_M, BLOCK_N, BLOCK_K: the large tile of *Persistent matmul*
 TILE = (32, 32, 16) if SMALL else (128, 256, 64)
 OPTIONS = {"num_warps": 8, "num_stages": 3}
-TRIES = 2**20 if SMALL else 2**24
+TRIES = 2**20 if SMALL else 2**24  # seconds
 PROGRAMS = 4
 if not SMALL:
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
-    PROGRAMS = gpu.multi_processor_count - 1
+    PROGRAMS = gpu.multi_processor_count
 
 
 def described(x, weight, y):
@@ -310,21 +369,23 @@ def described(x, weight, y):
     return [TensorDescriptor.from_tensor(*pair) for pair in pairs]
 
 
-def multiply(weight, flags, tries=TRIES, times=None):
+def multiply(weight, flags, tries=TRIES, launch=gather_kernel[(PROGRAMS,)]):
     """Multiply the rows in the buffer, each chunk once its flag is set."""
     y = weight.new_empty(RANKS * ROWS, weight.shape[0])
     chunk = len(y) // len(flags)
     assert chunk % TILE[0] == 0
-    tensors = *described(BUFFERS[RANK], weight, y), flags, times
-    numbers = RANK * ROWS, ROWS // chunk, chunk, tries
-    gather_kernel[(PROGRAMS,)](*tensors, *numbers, **OPTIONS)
+    assert weight.shape[1] == K
+    tiles = len(y) // TILE[0] * triton.cdiv(y.shape[1], TILE[1])
+    tensors = *described(BUFFERS[RANK], weight, y), flags
+    first = RANK * ROWS // chunk
+    launch(*tensors, first, chunk, tries, tiles, **OPTIONS)
     return y
 
 
-def gather_matmul(x, weight, chunk=CHUNK, tries=TRIES, times=None, **options):
+def gather_matmul(x, weight, chunk=CHUNK, late=False, stamp=None, **options):
     """Return the product of all ranks' rows with this rank's weight."""
-    flags, end = begin_gather(x, chunk, **options)
-    y = multiply(weight, flags, tries, times)
+    flags, end = begin_gather(x, chunk, late=late, stamp=stamp)
+    y = multiply(weight, flags, **options)
     end()
     barrier(1)  # all have read x: the next call may write there
     return y
@@ -333,9 +394,7 @@ def gather_matmul(x, weight, chunk=CHUNK, tries=TRIES, times=None, **options):
 # %%
 # *Persistent matmul* flattens its two loops into one, so that a tile's loads
 # begin before the previous tile ends. Here a tile's loads must not begin before
-# its wait. One multiprocessor is left free for ``stamp_kernel``, which comes
-# below and runs between copies: it could not begin while programs on all
-# multiprocessors wait for the next flag.
+# its wait.
 #
 # Is it right?
 # ------------
@@ -343,8 +402,9 @@ def gather_matmul(x, weight, chunk=CHUNK, tries=TRIES, times=None, **options):
 # We compare all rows and up to 512 columns with float64. A float32 sum of ``K``
 # products rounds at most ``K`` times, each time by at most :math:`2^{-24}` of
 # the summed magnitudes. Storing it rounds by at most one ``eps`` of its dtype.
-# In the second of three calls, copies are late on purpose; in the third, the
-# weight's last tile is not full.
+# In the second of three calls, copies are late on purpose: loads that came
+# before a flag would read rows of the first call. In the third, the weight's
+# last tile is not full.
 
 
 def exact(x, weight):
@@ -361,27 +421,29 @@ def error_of(y, x, weight):
     return (y[:, -512:].double() - expected) / bound
 
 
+def check(what, error):
+    """Assert that errors are allowed on this rank; rank 0 prints its own."""
+    torch.testing.assert_close(error, 0 * error, rtol=0, atol=1)
+    say(f"{what}: error {error.abs().max():.2f} of the allowed")
+
+
 if HAS_TMA:
     inputs = [random(ROWS, K) for _ in range(3)]
     weights = weight, weight, weight[: N - 24]
-    outs = [
-        gather_matmul(own, part, late=own is inputs[1])
-        for own, part in zip(inputs, weights, strict=True)
-    ]
-    for own, part, out in zip(inputs, weights, outs, strict=True):
-        error = error_of(out, gather(own), part)
-        torch.testing.assert_close(error, 0 * error, rtol=0, atol=1)
-        worst = error.abs().max().item()
-        say(f"{len(part)} columns: error {worst:.2f} of the allowed")
+    cases = [*zip(inputs, weights, (False, True, False), strict=True)]
+    outs = [gather_matmul(rows, w, late=late) for rows, w, late in cases]
+    for (rows, w, _), out in zip(cases, outs, strict=True):
+        check(f"{len(w)} columns", error_of(out, gather(rows), w))
 
 # %%
 # How fast?
 # ---------
 #
-# PyTorch's *fused* function multiplies each rank's rows as they arrive. *All
-# rows here* is our kernel with all flags set and no copies. What it takes
-# beyond *product alone* is a slower product; what *Triton* takes beyond it is
-# communication: copies, barriers, flags and any waits.
+# *All rows here* is the kernel with all flags set and no copies: what it takes
+# beyond *product alone* is our slower product. What *this page's kernel* takes
+# beyond *all rows here* is communication. The part of it that lies before and
+# after the tiles is timed alone: own rows, flags and both barriers. PyTorch's
+# *fused* function multiplies each rank's rows as they arrive, too.
 
 
 def fused(x, weight):
@@ -393,25 +455,39 @@ def fused(x, weight):
 if __name__ == "__main__" and HAS_TMA and DEVICE.type == "cuda":
     here = torch.ones_like(flags)
     calls = {
-        "Triton": lambda: gather_matmul(x, weight),
-        "Triton, all rows here": lambda: multiply(weight, here),
+        "this page's kernel": lambda: gather_matmul(x, weight),
+        "the same, all rows here": lambda: multiply(weight, here),
+        "own rows, flags, barriers": lambda: (offer(x, CHUNK), barrier(1)),
         "NCCL, then cuBLAS": lambda: gather(x) @ weight.T,
         "PyTorch, fused": lambda: fused(x, weight),
         "product alone": lambda: everyone @ weight.T,
     }
     for name, (ms, *_) in gpu_time(calls, prepare=dist.barrier).items():
-        say(f"{name}: {1e3 * ms:.0f} us, {flops / ms * 1e-9:.0f} TFLOP/s")
+        say(f"{name}: {1e3 * ms:.0f} us")
 
 # %%
 # When did rows come, and when were they used?
 # --------------------------------------------
 #
 # All multiprocessors of a GPU read one clock in nanoseconds, ``globaltimer``.
-# Given ``times_ptr``, ``gather_kernel`` stores two times for each tile: before
-# its wait, and after its store. A tiny kernel on the side stream stores when a
-# chunk had come. ``pause`` delays the GPU here until the CPU has launched
-# everything, so that copies and kernel begin together. Triton's interpreter has
-# no such clock: without a GPU, only the order is shown.
+# ``timed_kernel`` is ``gather_kernel`` with two times for each tile: before its
+# wait, and after its store. A tiny kernel on the side stream stores when a
+# chunk has come. It needs a multiprocessor that no waiting program occupies, so
+# ``timed_kernel`` leaves one free. A pause delays the GPU until the CPU has
+# launched everything, so that copies and kernel begin together. Triton's
+# interpreter has no such clock.
+
+
+@triton.jit
+def timed_kernel(
+    times_ptr, x_desc, w_desc, y_desc, flags_ptr, first, chunk, tries, tiles
+):
+    for tile in range(tl.program_id(axis=0), tiles, tl.num_programs(axis=0)):
+        tl.store(times_ptr + 2 * tile, tl.extra.cuda.globaltimer())
+        gather_tile(
+            tile, x_desc, w_desc, y_desc, flags_ptr, first, chunk, tries
+        )
+        tl.store(times_ptr + 2 * tile + 1, tl.extra.cuda.globaltimer())
 
 
 @triton.jit
@@ -424,62 +500,48 @@ def timeline(x, weight):
 
     Chunks are in the order of the tiles. This rank's own need not come.
     """
-    own, tiles = ROWS // CHUNK, CHUNK // TILE[0] * triton.cdiv(N, TILE[1])
-    came = torch.zeros(RANKS * own, dtype=torch.int64, device=DEVICE)
-    times = came.new_zeros(RANKS * own, tiles, 2)
+    own_chunks = ROWS // CHUNK
+    tiles = CHUNK // TILE[0] * triton.cdiv(N, TILE[1])
+    came = torch.zeros(RANKS * own_chunks, dtype=torch.int64, device=DEVICE)
+    times = came.new_zeros(RANKS * own_chunks, tiles, 2)
     meet_ranks()
     pause()
     gather_matmul(
         x,
         weight,
-        times=times,
+        launch=partial(timed_kernel[(PROGRAMS - 1,)], times),
         stamp=lambda place: stamp_kernel[(1,)](came, place),
     )
     began, ended = times[..., 0].amin(1), times[..., 1].amax(1)
-    came = came.roll(-RANK * own)[own:]
+    came = came.roll(-RANK * own_chunks)[own_chunks:]
     return [((t - began.min()) / 1e3).tolist() for t in (came, began, ended)]
 
-
-def draw(came, began, ended):
-    """Draw a line for each chunk: its tiles, and a mark where it came."""
-    chunks, own = len(began), len(began) - len(came)
-    _, axes = plt.subplots(figsize=(8, 0.3 * chunks + 1))
-    lasted = [e - b for b, e in zip(began, ended, strict=True)]
-    axes.barh(range(chunks), lasted, left=began, height=0.5)
-    axes.plot(came, range(own, chunks), "k|", markersize=12)
-    axes.invert_yaxis()
-    axes.set(xlabel="us", ylabel="chunk", title="bars: tiles; |: it has come")
-
-
-if __name__ == "__main__":
-    order = [(RANK + step) % RANKS for step in range(RANKS)]
-    say(f"rank {RANK} multiplies the rows of the ranks in the order {order}")
 
 if __name__ == "__main__" and HAS_TMA and DEVICE.type == "cuda":
     timeline(x, weight)  # compiles
     came, began, ended = timeline(x, weight)
-    own = len(began) - len(came)
-    for i, (b, e) in enumerate(zip(began, ended, strict=True)):
-        arrival = f"came at {came[i - own]:.0f}" if i >= own else "own"
-        say(f"chunk {i}: {arrival}, tiles from {b:.0f} to {e:.0f} us")
-    waited = sum(c > b for c, b in zip(came, began[own:], strict=True))
-    say(f"{waited} of {len(came)} chunks came after a program waited for them")
+    copied = began[-len(came) :]  # chunks of other ranks
+    say(f"copied chunks came from {came[0]:.0f} to {came[-1]:.0f} us")
+    say(f"their tiles ran from {copied[0]:.0f} to {ended[-1]:.0f} us")
+    after = sum(c > b for c, b in zip(came, copied, strict=True))
+    say(f"{after} of {len(came)} came after their first tile had begun")
     if RANK == 0:
         draw(came, began, ended)
 
 # %%
-# Time 0 is when the first tile began. A bar spans all tiles of a chunk; its
-# mark is when the chunk came. If the mark is left of the bar, no tile waited.
-# If it is within, tiles waited until there. In the recorded runs none waited:
-# the copies are hidden; barriers and this rank's own copy are outside the bars.
-# The stamps run between the copies, and may delay them a little.
+# Time 0 is when the first tile began; this rank's own chunks come first. A mark
+# left of its bar means that no tile waited; within the bar, tiles waited until
+# there. In the recorded runs none waited: the copies are hidden. The stamps run
+# between them, and may delay them.
 #
 # How large is a chunk?
 # ---------------------
 #
-# In a large chunk, tiles wait for rows that they do not need. Small chunks need
-# more copies, and fewer tiles, one after the other, share a tile of the weight.
-# Above 1024 rows, our ``CHUNK``, the time hardly changes.
+# A small chunk comes earlier. But small chunks need more copies, and fewer
+# consecutive tiles share a tile of the weight. Here this rank's own rows hide
+# all copies, so even one chunk for each rank, the last line, is in time. Above
+# 1024 rows, our ``CHUNK``, the time hardly changes. Compare times within a
+# table only.
 
 if __name__ == "__main__" and HAS_TMA and DEVICE.type == "cuda":
     sizes = [c for c in (128, 256, 512, 1024, 2048, 4096) if c <= ROWS]
@@ -496,14 +558,14 @@ if __name__ == "__main__" and HAS_TMA and DEVICE.type == "cuda":
 # the product comes first, and its tiles travel: the kernel stores each tile in
 # the memory of the rank that needs it. ``tl.pointer_type`` makes a pointer of
 # an address; ``tl.multiple_of`` promises that 16 divides the address, so that a
-# thread may store 16 bytes at once. The next rank's rows come first again, and
-# a rank's own last. After a barrier, each rank adds up the parts that it has
+# thread may store 16 bytes at once. The next rank's rows come first, and a
+# rank's own last. After a barrier, each rank adds up the parts that it has
 # received, in float32.
 
 
 @triton.jit
 def scatter_kernel(
-    x_desc, weight_desc, buffers_ptr, rank, rows, N, BLOCK_N: tl.constexpr
+    x_desc, w_desc, buffers_ptr, rank, rows, N, BLOCK_N: tl.constexpr
 ):
     M = x_desc.shape[0]
     BLOCK_M: tl.constexpr = x_desc.block_shape[0]
@@ -515,7 +577,7 @@ def scatter_kernel(
         off_m = tile % tiles % tiles_m * BLOCK_M  # of that rank's rows
         off_n = tile % tiles // tiles_m * BLOCK_N
         off_x = to * rows + off_m
-        part = product(x_desc, weight_desc, off_x, off_n)
+        part = product(x_desc, w_desc, off_x, off_n)
         address = tl.load(buffers_ptr + to)
         out_ptr = address.to(tl.pointer_type(x_desc.dtype))
         out_ptr = tl.multiple_of(out_ptr, 16)
@@ -523,7 +585,7 @@ def scatter_kernel(
         offs_n = off_n + tl.arange(0, BLOCK_N)
         out_ptrs = out_ptr + offs_m[:, None] * N + offs_n[None, :]
         mask = (offs_n < N)[None, :]
-        tl.store(out_ptrs, part, mask=mask)
+        tl.store(out_ptrs, part.to(x_desc.dtype), mask=mask)
 
 
 # The columns of x that a rank has, and those of the result
@@ -534,15 +596,22 @@ ADDRESSES = torch.tensor(
 )
 
 
+def sum_of_parts(dtype):
+    return PARTS[RANK].sum(0, dtype=torch.float32).to(dtype)
+
+
 def matmul_scatter(x, weight):
     """Return this rank's rows of the sum of all ranks' products."""
+    assert x.shape == (RANKS * ROWS, weight.shape[1])
+    assert weight.shape[0] == COLUMNS
+    assert ROWS % TILE[0] == 0  # else a tile has rows of two ranks
     barrier(0)  # all have added up the parts of the last call
-    x_desc, weight_desc, _ = described(x, weight, x)
+    x_desc, w_desc, _ = described(x, weight, x)
     numbers = RANK, ROWS, COLUMNS, TILE[1]
-    tables = x_desc, weight_desc, ADDRESSES
+    tables = x_desc, w_desc, ADDRESSES
     scatter_kernel[(PROGRAMS,)](*tables, *numbers, **OPTIONS)
     barrier(1)  # all parts are here
-    return PARTS[RANK].sum(0, dtype=torch.float32).to(x.dtype)
+    return sum_of_parts(x.dtype)
 
 
 if HAS_TMA:
@@ -550,20 +619,58 @@ if HAS_TMA:
     for _ in range(2):
         x_part = random(RANKS * ROWS, K_PART)
         y = matmul_scatter(x_part, weight_part)
-    parts = torch.stack(exact(x_part, weight_part))
-    dist.all_reduce(parts)
-    expected, bound = parts[:, RANK * ROWS :][:, :ROWS]
-    bound += torch.finfo(DTYPE).eps * expected.abs()
-    error = (y[:, -512:].double() - expected) / bound
-    say(f"scattered: error {error.abs().max():.2f} of the allowed")
-    torch.testing.assert_close(error, 0 * error, rtol=0, atol=1)
+    check("scattered", scattered_error(y, x_part, weight_part))
 
 # %%
 # Each part is rounded once before it travels, and the sum once more: the bound
-# is the sum of the parts' bounds, and one ``eps``. In the table, *Triton*
-# includes the sum, which nothing hides. In the recorded runs PyTorch's fused
-# function takes the least time. *Triton* takes longer than cuBLAS and then NCCL
-# on two GPUs, and less on four.
+# is the sum of the parts' bounds, and one ``eps``. Times follow with the op's.
+#
+# Break it: do not wait
+# ---------------------
+#
+# With no tries the kernel looks at each flag once, and goes on. The copies are
+# late on purpose, so it multiplies the zeros that are in the buffer. Only the
+# NaN of ``wait`` tells such results from others.
+
+if __name__ == "__main__" and HAS_TMA:
+    for tries in (0, TRIES):
+        BUFFERS[RANK].zero_()
+        meet_ranks()
+        y = gather_matmul(inputs[0], weight, tries=tries, late=True)
+        error = error_of(y, gather(inputs[0]), weight).abs()
+        wrong = (~(error <= 1)).any(1).sum().item()  # NaN is wrong, too
+        lost = y.isnan().all(1).sum().item()
+        say(f"{tries} tries: {wrong} of {RANKS * ROWS} rows are wrong")
+        assert wrong == lost == (tries == 0) * (RANKS - 1) * ROWS
+
+# %%
+# The op
+# ------
+#
+# The op takes any number of rows, other strides and all dtypes, keeps symmetric
+# memory for all calls, and its product is that of *Persistent matmul*. Here
+# too, a tile whose rows never come is NaN. ``all_gather_matmul_scatter`` is the
+# way back. Both work under ``torch.compile``. Each call zeroes its flags, so a
+# CUDA graph can replay it.
+
+from triton_gallery_ops.all_gather_matmul import (
+    all_gather_matmul,
+    all_gather_matmul_scatter,
+)
+
+# %%
+# Both ops have to be as right as the kernels, the first with few rows, too:
+
+if __name__ == "__main__" and HAS_TMA:
+    few = random(7, K)
+    y = all_gather_matmul(few, weight, GROUP)
+    check("op, few rows", error_of(y, gather(few), weight))
+    y = all_gather_matmul_scatter(x_part, weight_part, GROUP)
+    check("op, scattered", scattered_error(y, x_part, weight_part))
+
+# %%
+# First the way back. *Its sum alone* is the last step of this page's kernel,
+# which nothing hides. The last line says what takes the least time here.
 
 
 def scatter_torch(x, weight):
@@ -578,66 +685,27 @@ def fused_scatter(x, weight):
 
 
 if __name__ == "__main__" and HAS_TMA and DEVICE.type == "cuda":
+    back = x_part, weight_part
     calls = {
-        "Triton": lambda: matmul_scatter(x_part, weight_part),
-        "cuBLAS, then NCCL": lambda: scatter_torch(x_part, weight_part),
-        "PyTorch, fused": lambda: fused_scatter(x_part, weight_part),
+        "the op": lambda: all_gather_matmul_scatter(*back, GROUP),
+        "cuBLAS, then NCCL": lambda: scatter_torch(*back),
+        "PyTorch, fused": lambda: fused_scatter(*back),
+        "this page's kernel": lambda: matmul_scatter(*back),
+        "its sum alone": lambda: sum_of_parts(DTYPE),
         "product alone": lambda: x_part @ weight_part.T,
     }
-    for name, (ms, *_) in gpu_time(calls, prepare=dist.barrier).items():
+    found = gpu_time(calls, prepare=dist.barrier)
+    for name, (ms, *_) in found.items():
         say(f"{name}: {1e3 * ms:.0f} us")
+    best = min([*calls][:3], key=lambda name: found[name][0])
+    say(f"On {RANKS} GPUs, take for the way back: {best}")
 
 # %%
-# Break it: do not wait
-# ---------------------
-#
-# With no tries the kernel looks at each flag once, and goes on. The copies are
-# late on purpose, so it multiplies the zeros that are in the buffer.
-
-if __name__ == "__main__" and HAS_TMA:
-    for tries in (0, TRIES):
-        BUFFERS[RANK].zero_()
-        meet_ranks()
-        y = gather_matmul(inputs[0], weight, tries=tries, late=True)
-        error = error_of(y, gather(inputs[0]), weight).abs()
-        wrong = (~(error <= 1)).any(1).sum().item()  # NaN is wrong, too
-        say(f"{tries} tries: {wrong} of {RANKS * ROWS} rows are wrong")
-        assert wrong == (tries == 0) * (RANKS - 1) * ROWS
-
-# %%
-# The op
-# ------
-#
-# The op takes any number of rows, other strides and all dtypes, keeps symmetric
-# memory for all calls, and its product is that of *Persistent matmul*. A tile
-# whose rows never come is NaN there. ``all_gather_matmul_scatter`` is the way
-# back. Both work under ``torch.compile``. Each call zeroes its flags, so a CUDA
-# graph can replay it.
-
-from triton_gallery_ops.all_gather_matmul import (
-    all_gather_matmul,
-    all_gather_matmul_scatter,
-)
-
-# %%
-# Both ops have to be as right as the kernels, the first with few rows, too:
-
-if __name__ == "__main__" and HAS_TMA:
-    x_few = random(7, K)
-    y = all_gather_matmul(x_few, weight, GROUP)
-    error = error_of(y, gather(x_few), weight)
-    torch.testing.assert_close(error, 0 * error, rtol=0, atol=1)
-    y = all_gather_matmul_scatter(x_part, weight_part, GROUP)
-    error = (y[:, -512:].double() - expected) / bound
-    torch.testing.assert_close(error, 0 * error, rtol=0, atol=1)
-
-
-# %%
-# From how many tokens on is there enough to hide behind? The rate is of GPU
-# time, and counts operations of one rank; *Roof* is the product alone. The
-# lines below the chart divide the op's rate by the others'. Where the first
-# quotient is below 1, take NCCL, then ``@``. Where a call's CPU time, below the
-# chart, exceeds its GPU time, use a CUDA graph.
+# From how many tokens on is there enough to hide behind? *Triton* is the op
+# now, and *Roof* the product alone. The rate is of GPU time, and counts
+# operations of one rank. The table has a call's GPU time and CPU time. Calls in
+# a row take the longer of both, replays of a CUDA graph the GPU time: ``take``
+# and ``in a graph`` name what takes the least.
 
 
 def gather_calls(tokens):
@@ -660,14 +728,7 @@ if __name__ == "__main__" and HAS_TMA and DEVICE.type == "cuda":
             times, "tokens", "TFLOP/s", lambda tokens: 2e-9 * tokens * K * N
         )
         print("all-gather and product", results.to_string(), sep="\n")
-        for tokens, of in times.items():
-            ours, nccl, alone = (
-                of[name][0] for name in ("Triton", "NCCL, then cuBLAS", "Roof")
-            )
-            print(
-                f"{tokens} tokens: {nccl / ours:.2f} of NCCL, then cuBLAS; "
-                f"{alone / ours:.2f} of the product alone"
-            )
+        print("us of the GPU / us of the CPU", what_to_take(times), sep="\n")
 
 # %%
 # Exercises
@@ -701,8 +762,8 @@ def check_counter(kernel):
     end = begin_aside(set_late)
     kernel[(1,)](flag, out, 5, TRIES)
     end()
-    right = out.item() == 5
-    say("right" if right else f"wrong: it saw {out.item()}, not 5")
+    right = on_all_ranks(out.item() == 5)
+    say("right" if right else f"wrong: rank 0 saw {out.item()}; 5 is right")
     return right
 
 
@@ -727,24 +788,13 @@ def check_sum(kernel):
     parts = big[:, None].expand(4, 1000).contiguous()
     out = torch.full((1000,), -1.0, device=DEVICE)
     kernel[(triton.cdiv(1000, 256),)](parts, out, 1000, RANKS=4, BLOCK=256)
-    right = torch.equal(out, torch.full_like(out, 3.0))
-    say("right" if right else f"wrong: {out[0].item()} instead of 3.0")
+    right = on_all_ranks(torch.equal(out, torch.full_like(out, 3.0)))
+    say("right" if right else f"wrong: rank 0 has {out[0].item()}; 3 is right")
     return right
 
 
 if __name__ == "__main__":
     check_sum(sum_kernel)
-
-# %%
-# Go further
-# ----------
-#
-# The sum at the end of ``matmul_scatter`` is not hidden. How would flags let a
-# rank add up its first rows while the product runs? `PyTorch's page
-# <https://docs.pytorch.org/docs/stable/symmetric_memory.html>`_ lists its own
-# functions for such layers.
-
-if __name__ == "__main__":
     dist.destroy_process_group()
 
 # %%

@@ -26,12 +26,13 @@ After this page you can
 * add up tensors of several GPUs in one launch, with equal results on all;
 * choose between one shot and two, by what each reads and waits for;
 * count barriers on the GPU, so that a CUDA graph can be replayed;
-* compute on a sum before it is written.
+* notice a rank that does not come.
 """
 
 # sphinx_gallery_tags = ["several gpus", "atomics", "memory bound", "inference"]
 import os
 
+import pandas as pd
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
@@ -84,8 +85,8 @@ def sum_of_parts(N):
 # ``torchrun --nproc-per-node=2 all_reduce.py``. ``peer_memory.py`` explains
 # them, symmetric memory, and the ``acquire`` and ``release`` of a barrier.
 # ``dist.all_reduce`` overwrites each rank's tensor with the sum. Of the helpers
-# in the fold at the top, ``part_of`` makes a rank's tensor, ``say`` prints on
-# rank 0, and at ``meet_ranks`` the processes wait for each other.
+# in the fold at the top, ``part_of`` makes a rank's tensor, its *part*, ``say``
+# prints on rank 0, and at ``meet_ranks`` the processes wait for each other.
 
 if __name__ == "__main__":
     total = part_of(RANK, 4)
@@ -118,16 +119,16 @@ if __name__ == "__main__":
 # ``RANKS``. No rank passes before this one adds: until then the count is a
 # multiple of ``RANKS``, plus one for each rank that is already here. So nothing
 # is reset, and a CUDA graph can replay the launch; in int64 the count does not
-# overflow. A program that has looked ``tries`` times gives up and sets
-# ``late``: the sum must not be used.
+# overflow. A program that has looked ``tries`` times gives up: it sets
+# ``late``, and the sum is NaN.
 
 
 @triton.jit
 def meet(pads_ptr, late_ptr, rank, tries, RANKS: tl.constexpr):
-    """Wait for this program on all ranks; look at most ``tries`` times."""
+    """Wait for this program on all ranks; return 0, or NaN if one is late."""
     slot = tl.program_id(axis=0)
     mine_ptr = tl.load(pads_ptr + rank).to(tl.pointer_type(tl.int64)) + slot
-    count = tl.atomic_add(mine_ptr, 0, sem="acquire", scope="sys")  # a read
+    count = tl.atomic_add(mine_ptr, 0, sem="acquire", scope="sys")  # reads it
     target = (count // RANKS + 1) * RANKS
     tl.debug_barrier()  # all threads of this program have written
     for peer in tl.static_range(RANKS):  # unrolled
@@ -136,9 +137,9 @@ def meet(pads_ptr, late_ptr, rank, tries, RANKS: tl.constexpr):
     while (count < target) & (tries > 0):
         tries -= 1
         count = tl.atomic_add(mine_ptr, 0, sem="acquire", scope="sys")
-    if count < target:  # gave up: the sum must not be used
-        tl.store(late_ptr, 1)
+    tl.store(late_ptr, 1, mask=count < target)
     tl.debug_barrier()  # no thread reads before all ranks have come
+    return tl.where(count < target, float("nan"), 0.0)
 
 
 @triton.jit
@@ -154,34 +155,36 @@ def one_shot_kernel(
     BLOCK: tl.constexpr,
 ):
     first = tl.program_id(axis=0) * BLOCK
-    meet(pads_ptr, late_ptr, rank, tries, RANKS)
+    lost = meet(pads_ptr, late_ptr, rank, tries, RANKS)
     for start in range(first, N, tl.num_programs(axis=0) * BLOCK):
         offs = start + tl.arange(0, BLOCK)  # (BLOCK,)
         acc = tl.zeros((BLOCK,), dtype=tl.float32)
         for peer in tl.static_range(RANKS):
-            address = tl.load(buffers_ptr + peer)
-            # 16 divides the address: a thread may load 16 bytes at once
-            ptr = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)
+            ptr = tl.load(buffers_ptr + peer).to(tl.pointer_type(tl.float32))
+            ptr = tl.multiple_of(ptr, 16)  # so a thread loads 16 bytes at once
             acc += tl.load(ptr + offs, mask=offs < N, other=0.0)
-        tl.store(out_ptr + offs, acc, mask=offs < N)
+        tl.store(out_ptr + offs, acc + lost, mask=offs < N)
     meet(pads_ptr, late_ptr, rank, tries, RANKS)  # now x may be overwritten
 
 
+# Of 16 warps, a thread has 16 bytes of a block; each program meets all ranks.
 BLOCK, PROGRAMS, MANY = 2048, 32, 70_000
 LARGEST, TRIES = 2**24, 2**26
 if DEVICE.type == "cpu":
     PROGRAMS, MANY, LARGEST, TRIES = 2, 5000, 5000 * RANKS, 2**20
 assert MANY > PROGRAMS * BLOCK  # in the checks, a program has several blocks
+OPTIONS = {"RANKS": RANKS, "BLOCK": BLOCK, "num_warps": 16}
 x = symmetric_floats(LARGEST)
 late = torch.zeros(1, dtype=torch.int32, device=DEVICE)
 
 
 def one_shot(N):
     """Return the sum of the first N numbers of all ranks' tensors."""
+    assert N <= LARGEST
     out = torch.empty(N, device=DEVICE)
     where = x.buffers, x.pads, late, RANK
     grid = (min(triton.cdiv(N, BLOCK), PROGRAMS),)
-    one_shot_kernel[grid](out, *where, N, TRIES, RANKS, BLOCK, num_warps=16)
+    one_shot_kernel[grid](out, *where, N=N, tries=TRIES, **OPTIONS)
     return out
 
 
@@ -209,9 +212,7 @@ def check_sum(out):
 
 for N in (1, 1000, MANY):
     x.mine[:N] = part_of(RANK, N)
-    found = check_sum(one_shot(N))
-    if __name__ == "__main__":
-        say(N, "numbers:", found)
+    say(N, "numbers:", check_sum(one_shot(N)))
 
 # %%
 # How fast?
@@ -219,21 +220,30 @@ for N in (1, 1000, MANY):
 #
 # Ranks begin at different moments and wait for each other, so we time 20 calls
 # in a row, in a CUDA graph. ``one_shot_all_reduce`` is PyTorch's kernel for
-# symmetric memory. The rate is the tensor's size over the time of a call.
+# symmetric memory.
 
 
-def time_ranks(calls, repeats=20):
-    """Time each call on all ranks, several in a row."""
-    found = gpu_time(replays(calls, repeats), prepare=dist.barrier)
-    for name, (*each, waited) in found.items():
-        found[name] = *(time / repeats for time in each), waited
-    return found
+def time_calls(calls_of, sizes, width=4, repeats=20):
+    """Time calls for N numbers of a width in bytes, several in a row."""
+    times = {}
+    for N in sizes:
+        found = gpu_time(replays(calls_of(N), repeats), prepare=dist.barrier)
+        for name, (*each, waited) in found.items():
+            found[name] = *(time / repeats for time in each), waited
+        times[width * N] = found
+    return times
 
 
-def time_calls(calls_of, sizes, width=4):
-    """Time calls for N numbers of a width in bytes, on all ranks."""
-    times = {width * N: time_ranks(calls_of(N)) for N in sizes}
-    return rate_table(times, "bytes", "GB/s", lambda size: size / 1e6)
+def microseconds(times):
+    """Return a table: medians, and their 20th and 80th percentiles."""
+    rows = []
+    for calls in times.values():
+        row = {}
+        for name, (ms, *ends, _, _) in calls.items():
+            low, high = (f"{1e3 * end:.1f}" for end in ends)
+            row[name] = f"{1e3 * ms:.1f} ({low}-{high})"
+        rows.append(row)
+    return pd.DataFrame(rows, pd.Index(times, name="bytes")).to_string()
 
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
@@ -246,22 +256,20 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     def first_calls(N):
         """Return the calls for N numbers."""
         return {
-            "Triton": lambda: one_shot(N),
+            "this kernel": lambda: one_shot(N),
             "NCCL": lambda: dist.all_reduce(t[:N]),
             "PyTorch, one shot": lambda: symm_ops.one_shot_all_reduce(
                 t[:N], "sum", WORLD
             ),
         }
 
-    times_first = time_calls(first_calls, (2**12, 2**16, 2**24))
-    say(times_first.round(2).to_string())
+    say(microseconds(time_calls(first_calls, (2**12, 2**16, 2**24))))
 
 # %%
-# ``low`` and ``high`` are the rates at the 80th and 20th percentiles of time;
-# ``CPU us`` is the CPU's part of a call in a graph, and the column ``late``
-# tells whether the GPU waited for the CPU. From the first size to the second
-# the tensor grows 16 times, and the rates grow with it: most of the time does
-# not depend on the size. We remove a barrier.
+# These are microseconds of a call: the median, and in brackets the 20th and the
+# 80th percentile. From the first size to the second the tensor grows 16 times,
+# and the time far less: most of it does not depend on the size. We remove a
+# barrier.
 #
 # One barrier
 # -----------
@@ -302,15 +310,15 @@ def one_barrier_kernel(
         offs = start + tl.arange(0, BLOCK)  # (BLOCK,)
         x = tl.load(x_ptr + offs, mask=offs < N)
         tl.store(mine_ptr + begin + offs, x, mask=offs < N)
-    meet(pads_ptr, late_ptr, rank, tries, RANKS)
+    lost = meet(pads_ptr, late_ptr, rank, tries, RANKS)
     for start in range(pid * BLOCK, N, tl.num_programs(axis=0) * BLOCK):
         offs = start + tl.arange(0, BLOCK)
         acc = tl.zeros((BLOCK,), dtype=tl.float32)
         for peer in tl.static_range(RANKS):
-            address = tl.load(buffers_ptr + peer)
-            ptr = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)
+            ptr = tl.load(buffers_ptr + peer).to(tl.pointer_type(tl.float32))
+            ptr = tl.multiple_of(ptr, 16)
             acc += tl.load(ptr + begin + offs, mask=offs < N, other=0.0)
-        tl.store(out_ptr + offs, acc, mask=offs < N)
+        tl.store(out_ptr + offs, acc + lost, mask=offs < N)
 
 
 HALF = triton.cdiv(LARGEST, 16) * 16  # the second buffer is aligned, too
@@ -319,10 +327,13 @@ both = symmetric_floats(2 * HALF)
 
 def one_barrier(part):
     """Return the sum of all ranks' tensors, from any memory of the GPU."""
-    out = torch.empty_like(part)
+    assert part.is_contiguous()
+    assert part.numel() <= HALF
+    out, N = torch.empty_like(part), part.numel()
     where = both.buffers, both.pads, late, RANK
-    sizes = part.numel(), HALF, TRIES, RANKS, BLOCK
-    one_barrier_kernel[PROGRAMS,](part, out, *where, *sizes, num_warps=16)
+    one_barrier_kernel[(PROGRAMS,)](
+        part, out, *where, N=N, half=HALF, tries=TRIES, **OPTIONS
+    )
     return out
 
 
@@ -342,21 +353,19 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
             "one barrier, and a copy": lambda: one_barrier(part),
         }
 
-    times_barrier = time_calls(barrier_calls, (2**12, 2**16))
-    say(times_barrier.round(2).to_string())
+    say(microseconds(time_calls(barrier_calls, (2**12, 2**16))))
 
 # %%
-# At the larger size it does. At the smaller one, where the first kernel
-# launches fewer programs, it gains less: on two GPUs the ranges from ``low`` to
-# ``high`` touch. Compare rates within a table only: those of one kernel vary
-# between tables.
+# At the larger size it does. At the smaller one the first kernel launches fewer
+# programs, and the two are closer. Compare times within a table only: those of
+# one kernel vary between tables.
 #
 # Two shots
 # ---------
 #
 # Rank *r* adds up slice *r* of all ranks' tensors, and overwrites slice *r* of
 # its own with the sum: no other rank reads it before the barrier. Then each
-# rank reads every slice, of ``PART`` numbers, from the rank that has it. The
+# rank reads every slice, of ``SLICE`` numbers, from the rank that has it. The
 # first step is called *reduce-scatter*, the second *all-gather*. The last
 # barrier only protects ``x``; two buffers would replace it.
 
@@ -368,7 +377,7 @@ def two_shot_kernel(
     pads_ptr,
     late_ptr,
     rank,
-    PART,
+    SLICE,
     tries,
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -377,33 +386,36 @@ def two_shot_kernel(
     step = tl.num_programs(axis=0) * BLOCK
     mine_ptr = tl.load(buffers_ptr + rank).to(tl.pointer_type(tl.float32))
     mine_ptr = tl.multiple_of(mine_ptr, 16)
-    meet(pads_ptr, late_ptr, rank, tries, RANKS)
-    for start in range(first, PART, step):
+    lost = meet(pads_ptr, late_ptr, rank, tries, RANKS)
+    for start in range(first, SLICE, step):
         offs = start + tl.arange(0, BLOCK)  # (BLOCK,), in the slice
         acc = tl.zeros((BLOCK,), dtype=tl.float32)
         for peer in tl.static_range(RANKS):
             ptr = tl.load(buffers_ptr + peer).to(tl.pointer_type(tl.float32))
-            ptr = tl.multiple_of(ptr, 16) + rank * PART
-            acc += tl.load(ptr + offs, mask=offs < PART, other=0.0)
-        tl.store(mine_ptr + rank * PART + offs, acc, mask=offs < PART)
-    meet(pads_ptr, late_ptr, rank, tries, RANKS)
-    for start in range(first, PART, step):
+            ptr = tl.multiple_of(ptr, 16) + rank * SLICE
+            acc += tl.load(ptr + offs, mask=offs < SLICE, other=0.0)
+        ptrs = mine_ptr + rank * SLICE + offs
+        tl.store(ptrs, acc + lost, mask=offs < SLICE)
+    lost = meet(pads_ptr, late_ptr, rank, tries, RANKS)
+    for start in range(first, SLICE, step):
         offs = start + tl.arange(0, BLOCK)
         for peer in tl.static_range(RANKS):
             ptr = tl.load(buffers_ptr + peer).to(tl.pointer_type(tl.float32))
-            ptr = tl.multiple_of(ptr, 16) + peer * PART
-            total = tl.load(ptr + offs, mask=offs < PART)
-            tl.store(out_ptr + peer * PART + offs, total, mask=offs < PART)
+            ptr = tl.multiple_of(ptr, 16) + peer * SLICE
+            total = tl.load(ptr + offs, mask=offs < SLICE) + lost
+            tl.store(out_ptr + peer * SLICE + offs, total, mask=offs < SLICE)
     meet(pads_ptr, late_ptr, rank, tries, RANKS)
 
 
 def two_shots(N):
     """Return the sum of the first N numbers, and overwrite x.mine."""
     assert N % RANKS == 0
+    assert N <= LARGEST
     out = torch.empty(N, device=DEVICE)
     where = x.buffers, x.pads, late, RANK
-    sizes = N // RANKS, TRIES, RANKS, BLOCK
-    two_shot_kernel[PROGRAMS,](out, *where, *sizes, num_warps=16)
+    two_shot_kernel[(PROGRAMS,)](
+        out, *where, SLICE=N // RANKS, tries=TRIES, **OPTIONS
+    )
     return out
 
 
@@ -420,20 +432,20 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         """Return the calls for N numbers."""
         return {"one": lambda: one_shot(N), "two": lambda: two_shots(N)}
 
-    times_shots = time_calls(shot_calls, (2**14, 2**18, 2**22, 2**24))
-    say(times_shots.round(2).to_string())
+    sizes = (2**14, 2**18, 2**22, 2**24)
+    say(microseconds(time_calls(shot_calls, sizes)))
 
 # %%
-# On two GPUs two shots read no less, and this kernel is slower at every size.
-# In the recorded run on four GPUs, which this table does not show, it is faster
-# at the two largest.
+# On two GPUs two shots read no less, and this kernel takes longer at every
+# size. In the recorded run on four GPUs, which this table does not show, it
+# takes less at the two largest.
 #
 # The op
 # ------
 #
 # ``all_reduce`` has one barrier in one shot, and two in two shots. It takes
-# tensors of any size, in half precision too. By default it takes two shots
-# above 4 MiB on two GPUs, and above 0.6 MB on four. All ranks call
+# tensors of any size, in half precision too. It chooses one shot or two by the
+# bytes and the ranks: the table below says which. All ranks call
 # ``all_reduce_memory`` once for a dtype and the largest size, and pass what it
 # returns to every call.
 #
@@ -442,6 +454,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # whole row of the sum in registers and goes on with it.
 
 from triton_gallery_ops.all_reduce import (
+    _all_reduce_two_shots,
     all_reduce,
     all_reduce_check,
     all_reduce_memory,
@@ -500,17 +513,20 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
             ),
         }
 
-    results = time_calls(result_calls, SIZES, width=2)
+    times = time_calls(result_calls, SIZES, width=2)
     all_reduce_check(memory)
+    results = rate_table(times, "bytes", "GB/s", lambda size: size / 1e6)
     say("all-reduce, bfloat16", results.to_string(), sep="\n")
     us = results.assign(us=results["bytes"] / results["GB/s"] / 1e3)
     us = us.pivot(index="bytes", columns="series", values="us")
     say(us.round(1).assign(fastest=us.idxmin(axis=1)).to_string())
+    two = [size for size in times if _all_reduce_two_shots(size, RANKS)]
+    say("the op took two shots at", *two, "bytes")
 
 # %%
-# Up to the third size the time grows little. In both recorded runs, on two and
-# four GPUs, the op is fastest there, and PyTorch's two shots at the two largest
-# sizes.
+# Up to the third size the time grows little. Whether two shots pay depends on
+# the kernel, too: in both recorded runs, PyTorch's take less time than its one
+# shot at the five largest sizes.
 #
 # In the next chart, *Triton* is ``all_reduce_rms_norm`` on tokens of 8192
 # numbers; the other line is NCCL, an addition and PyTorch's ``rms_norm``. The
@@ -525,30 +541,30 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         h = given + residual
         return torch.nn.functional.rms_norm(h, weight.shape, weight, 1e-6), h
 
-    times = {}
-    for tokens in (1, 8, 64, 512):
+    def fused_calls(tokens):
+        """Return the calls for some tokens."""
         given, residual = torch.randn(2, tokens, 8192, device=DEVICE).bfloat16()
-        both_in = given, residual
-        calls = {
-            "Triton": lambda of=both_in: all_reduce_rms_norm(
-                *of, weight, 1e-6, memory
+        return {
+            "Triton": lambda: all_reduce_rms_norm(
+                given, residual, weight, 1e-6, memory
             ),
-            "NCCL and PyTorch": lambda of=both_in: in_parts(*of),
+            "NCCL and PyTorch": lambda: in_parts(given, residual),
         }
-        times[tokens] = time_ranks(calls)
+
+    times = time_calls(fused_calls, (1, 8, 64, 512), width=1)
     all_reduce_check(memory)
     results_fused = rate_table(
         times, "tokens", "GB/s", lambda tokens: 2 * 8192 * tokens / 1e6
     )
-    say("all-reduce, residual and norm", results_fused.to_string(), sep="\n")
+    say("sum, residual and norm, bfloat16", results_fused.to_string(), sep="\n")
 
 # %%
 # Break it
 # --------
 #
 # What if a rank does not come? Here only rank 0 calls. It looks ``tries`` times
-# for the others, then gives up. The op, unlike the kernels above, then stores
-# NaN as the sum. Its ``late`` is in the CPU's memory, so the next call sees it
+# for the others, then gives up. Like the kernels above, the op then stores NaN
+# as the sum. Its ``late`` is in the CPU's memory, so the next call sees it
 # without waiting for the GPU, and raises an error.
 
 few = all_reduce_memory(1000, torch.float32, tries=100)
@@ -568,12 +584,13 @@ if __name__ == "__main__":
 # Exercises
 # ---------
 #
-# Write one and run the cell: it says whether the kernel is right. No GPU is
-# needed, but two ranks are: alone, a kernel that ignores other ranks is right.
+# Write a kernel and start the script with ``torchrun``: it says whether the
+# kernel is right. No GPU is needed, but two ranks are: alone, a kernel that
+# ignores other ranks is right.
 #
 # **1.** The first half of two shots alone: rank *r* gets slice *r* of the sum.
 # This is a *reduce-scatter*. The arguments are ``out_ptr, buffers_ptr, rank,
-# PART, RANKS: tl.constexpr, BLOCK: tl.constexpr``. The check lets all ranks
+# SLICE, RANKS: tl.constexpr, BLOCK: tl.constexpr``. The check lets all ranks
 # meet before and after, so the kernel has no ``meet``.
 
 scatter_kernel = None  # your kernel
@@ -601,11 +618,11 @@ def check(kernel, N, expected, *arguments, changed=()):
     return bool(verdict.item())
 
 
-def check_scatter(kernel, PART=3000):
+def check_scatter(kernel, SLICE=3000):
     """Check exercise 1."""
-    total = sum_of_parts(RANKS * PART).float()
-    mine = total[RANK * PART :][:PART]
-    return check(kernel, RANKS * PART, mine, RANK, PART)
+    total = sum_of_parts(RANKS * SLICE).float()
+    mine = total[RANK * SLICE :][:SLICE]
+    return check(kernel, RANKS * SLICE, mine, RANK, SLICE)
 
 
 if __name__ == "__main__":
@@ -643,15 +660,15 @@ if __name__ == "__main__":
 
 @triton.jit
 def scatter_answer_kernel(
-    out_ptr, buffers_ptr, rank, PART, RANKS: tl.constexpr, BLOCK: tl.constexpr
+    out_ptr, buffers_ptr, rank, SLICE, RANKS: tl.constexpr, BLOCK: tl.constexpr
 ):
     offs = tl.program_id(axis=0) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros((BLOCK,), dtype=tl.float32)
     for peer in tl.static_range(RANKS):
         ptr = tl.load(buffers_ptr + peer).to(tl.pointer_type(tl.float32))
-        ptr += rank * PART
-        acc += tl.load(ptr + offs, mask=offs < PART, other=0.0)
-    tl.store(out_ptr + offs, acc, mask=offs < PART)
+        ptr += rank * SLICE
+        acc += tl.load(ptr + offs, mask=offs < SLICE, other=0.0)
+    tl.store(out_ptr + offs, acc, mask=offs < SLICE)
 
 
 # %%

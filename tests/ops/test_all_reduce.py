@@ -318,7 +318,8 @@ for turn in range(2):
 p.meet_ranks()
 if p.RANK == 0:
     p.TRIES = 100
-    p.one_shot(3)  # where no other rank comes
+    out = p.one_shot(3)  # where no other rank comes
+    assert out.isnan().all() == (p.RANKS > 1)
 assert p.late.item() == (p.RANK == 0 and p.RANKS > 1)
 p.meet_ranks()
 print(f"checked {p.RANK}\\n", end="")
