@@ -243,7 +243,7 @@ def pause():
     if DEVICE.type == "cpu":
         time.sleep(0.3)
     else:
-        torch.cuda._sleep(2**28)  # the GPU waits for so many cycles
+        torch.cuda._sleep(2**28)  # in cycles of its clock
 
 
 def exchange(value, before, after, late):
