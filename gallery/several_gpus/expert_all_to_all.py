@@ -556,10 +556,11 @@ from triton_gallery_ops.quantize import dequantize, quantize
 
 # %%
 # ``ends`` stays on the GPU, and goes into ``grouped_matmul`` as its offsets.
-# Each rank has its own tokens, of any number, and weights of its own experts.
-# The results have to agree with ``moe_layer``, the same layer on one GPU with
-# all weights. It rounds at other places, so an element may differ by 8 ``eps``
-# of its token's largest, a margin that we chose.
+# Each rank has its own tokens, of any number, and weights of its own experts;
+# ``layer_weights``, in the fold at the top, draws those of all. The results
+# have to agree with ``moe_layer``, the same layer on one GPU. It rounds at
+# other places, so an element may differ by 8 ``eps`` of its token's largest, a
+# margin that we chose.
 
 
 def parallel_layer(x, router, gate_up, down, memory):
@@ -655,8 +656,9 @@ if __name__ == "__main__":
 # ``dispatch_torch`` and ``combine_torch``. A dispatch begins with chosen
 # experts and ends with rows sorted by expert. *Roof* is what a link carries:
 # the rate at which PyTorch copies the bytes of the most tokens to the next
-# rank, drawn for all numbers of tokens. *PyTorch* waits for the counts, so the
-# CPU time of its dispatch includes the GPU's sleep.
+# rank, drawn at each number of tokens. *PyTorch* waits for the counts, so the
+# CPU time of its dispatch includes the GPU's sleep. Below the chart, the GPU's
+# time of the op comes with its CPU time, and *PyTorch / op* divides GPU times.
 
 
 def copy_to_next():
