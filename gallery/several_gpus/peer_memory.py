@@ -203,8 +203,7 @@ if __name__ == "__main__":
 # the same tensor with ``copy_``; *own memory* is a copy within one GPU. The
 # rate counts each byte once. Before a call, the L2 cache of the GPU that reads
 # is emptied. The other GPU's is not, so small tensors may come from its cache.
-# The kernel's CPU time includes allocating the result, which ``copy_`` is
-# given.
+# The kernel's CPU time includes allocating the result; ``copy_`` is given one.
 
 SIZES = [2**14, 2**20, 2**26]
 
@@ -545,8 +544,6 @@ if __name__ == "__main__":
 # ``torch.ops.symm_mem`` has whole collectives on symmetric memory, such as
 # ``one_shot_all_reduce``. `PyTorch's page
 # <https://docs.pytorch.org/docs/stable/symmetric_memory.html>`_ lists both.
-# GPUs behind NVLink switches can also add in the switch (*multicast*); this
-# page uses none.
 
 if __name__ == "__main__":
     dist.destroy_process_group()
