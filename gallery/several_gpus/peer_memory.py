@@ -16,8 +16,8 @@ One kernel, several GPUs: symmetric memory
 The GPUs of one host can load from each other's memory, over NVLink or PCIe. To
 a kernel that memory is an address like any other. *Symmetric memory* of PyTorch
 gives each process the addresses; then a kernel of a few lines replaces a call
-of a communication library, and can compute on what it reads. Between hosts, and
-for large tensors that are only moved, use NCCL instead.
+of a communication library, and can compute on what it reads, as exercise 1
+does. Between hosts, use NCCL instead.
 
 After this page you can
 
@@ -54,15 +54,15 @@ from triton_gallery.ranks import join_ranks, meet_ranks, shared_on_cpu
 # A process for each GPU
 # ----------------------
 #
-# The script runs in as many processes as there are GPUs, its *ranks*:
+# One process runs for each GPU; each process is a *rank*. For two GPUs:
 #
 # .. code-block:: text
 #
 #     torchrun --nproc-per-node=2 peer_memory.py
 #
 # ``torchrun`` tells each process its rank, in environment variables. All ranks
-# run the same lines, and only rank 0 prints. Started without
-# ``torchrun``, this process is the only rank, and its own neighbor.
+# run the same lines, and only rank 0 prints. Without ``torchrun``, this process
+# is the only rank, and ``NEXT`` is the rank itself.
 
 RANK, RANKS = join_ranks()
 NEXT = (RANK + 1) % RANKS  # the rank whose memory this one reads
@@ -78,7 +78,7 @@ if __name__ == "__main__":
     say("ranks:", RANKS)
 
 # %%
-# ``join_ranks`` is in the opening. It gives each rank its GPU and calls
+# ``join_ranks``, in the fold at the top, gives each rank its GPU and calls
 # ``init_process_group`` with a timeout: nothing on this page waits forever for
 # a process that has failed.
 #
@@ -106,14 +106,14 @@ if __name__ == "__main__":
 def symmetric(numel):
     """Return a float32 tensor of each rank, and the addresses of all."""
     if DEVICE.type == "cpu":
-        peers, handle = shared_on_cpu(numel)
+        peers, handle = shared_on_cpu(numel)  # handle: the signal pads
         mine = peers[RANK]
         addresses = [[t.data_ptr() for t in those] for those in (peers, handle)]
     else:
         here = torch.device("cuda", torch.cuda.current_device())
         mine = symm_mem.empty(numel, dtype=torch.float32, device=here)
         handle = symm_mem.rendezvous(mine, dist.group.WORLD.group_name)
-        sizes = (numel,), torch.float32
+        sizes = (numel,), torch.float32  # shape and dtype
         peers = [handle.get_buffer(rank, *sizes) for rank in range(RANKS)]
         addresses = handle.buffer_ptrs, handle.signal_pad_ptrs
     buffers, pads = (
@@ -125,7 +125,7 @@ def symmetric(numel):
         peers=peers,  # every rank's tensor
         buffers=buffers,  # the addresses of these
         pads=pads,  # the addresses of the signal pads
-        handle=handle,  # the memory lasts as long as this
+        handle=handle,  # keep it: the memory is freed with it
     )
 
 
@@ -151,14 +151,14 @@ def read_peer_kernel(buffers_ptr, out_ptr, peer, N, BLOCK: tl.constexpr):
     address = tl.load(buffers_ptr + peer)
     peer_ptr = address.to(tl.pointer_type(tl.float32))
     peer_ptr = tl.multiple_of(peer_ptr, 16)
-    pid = tl.program_id(axis=0).to(tl.int64)
+    pid = tl.program_id(axis=0).to(tl.int64)  # pid * BLOCK may pass 2**31
     offs = pid * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
     mask = offs < N
     values = tl.load(peer_ptr + offs, mask=mask)  # (BLOCK,)
     tl.store(out_ptr + offs, values, mask=mask)
 
 
-BLOCK = 2048
+BLOCK = 2048  # for each of 256 threads 8 elements: two loads of 16 bytes
 
 
 def read_peer(x, peer, N):
@@ -173,9 +173,10 @@ def read_peer(x, peer, N):
 # Is it right?
 # ------------
 #
-# Each rank fills its tensor with numbers that no other rank has, and all wait
-# until every tensor is full. Then each reads from every rank. A copy is exact,
-# so nothing is allowed to differ.
+# Each rank fills its tensor with numbers that no other rank has.
+# ``meet_ranks``, in the fold at the top, waits for this GPU, then for all
+# ranks. Then each rank reads from every rank. A copy is exact, so nothing is
+# allowed to differ.
 
 
 def numbers_of(rank, N):
@@ -199,9 +200,10 @@ if __name__ == "__main__":
 # ---------
 #
 # Rank 0 reads from rank 1, and the other ranks wait meanwhile. *PyTorch* copies
-# the same tensor with ``copy_``; *own memory* is a copy within one GPU. Before
-# a call, the L2 cache of the GPU that reads is emptied. The other GPU's is not,
-# so small tensors may come from its cache.
+# the same tensor with ``copy_``; *own memory* is a copy within one GPU. The
+# rate counts each byte once. Before a call, the L2 cache of the GPU that reads
+# is emptied. The other GPU's is not, so small tensors may come from its cache.
+# The kernel's CPU time includes allocating the result; ``copy_`` is given one.
 
 SIZES = [2**14, 2**20, 2**26]
 
@@ -227,12 +229,12 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # A read that comes too early
 # ---------------------------
 #
-# So far ``meet_ranks`` separated writes from reads: the CPU waits for its GPU,
-# then for the other ranks. A model communicates many times for each token, and
-# cannot afford that. Without it, nothing orders the kernels of different GPUs.
-# To show that, every rank writes a value and reads the next rank's, and we make
-# one rank late on purpose. ``exchange`` calls ``before`` and ``after`` around
-# the read: barriers will go there.
+# So far ``meet_ranks`` separated writes from reads, and the CPU waited. A model
+# communicates many times for each token, and cannot afford that. Without this
+# wait, nothing orders the kernels of different GPUs. To show that, every rank
+# writes a value and reads the next rank's, and we pause one rank on purpose:
+# the writer, rank 1, or the reader, rank 0, as the argument ``late`` says.
+# ``exchange`` calls ``before`` and ``after`` around the read, for barriers.
 
 
 def pause():
@@ -240,7 +242,7 @@ def pause():
     if DEVICE.type == "cpu":
         time.sleep(0.3)
     else:
-        torch.cuda._sleep(2**28)  # cycles
+        torch.cuda._sleep(2**28)  # in cycles of its clock
 
 
 def exchange(value, before, after, late):
@@ -286,8 +288,8 @@ if __name__ == "__main__":
 # A *barrier* is passed when all have come to it. It takes four things:
 #
 # * **One flag for each pair.** A rank sets its flag on the signal pad of every
-#   rank, and waits until all flags on its own pad are set. It clears each as it
-#   sees it, so that the pad is ready for the next barrier.
+#   rank, its own too, and waits until all flags on its own pad are set. It
+#   clears each as it sees it, so that the pad is ready for the next barrier.
 # * **Compare and swap.** ``tl.atomic_cas`` changes a flag only if it has the
 #   expected value, and returns what was there. If the other rank has not
 #   cleared the flag yet, the swap fails, and ``flip`` tries again.
@@ -297,9 +299,11 @@ if __name__ == "__main__":
 # * **Scope.** ``scope="sys"`` makes that hold for other GPUs. The default,
 #   ``"gpu"``, holds within one.
 #
-# A *slot* is a set of flags, one for each rank. A loop polls one flag at a time
-# and gives up after ``tries``, as a rank that has failed would keep this GPU
-# busy forever. Then ``late`` is 1, and what was read must not be used.
+# A *slot* is a set of flags on a pad, one for each rank. A loop tries one flag
+# at a time and gives up after ``tries``, as a rank that has failed would keep
+# this GPU busy forever. Then the tensor ``late`` is 1, what was read must not
+# be used, and flags are left set or cleared at the wrong time: end the
+# processes. ``late.item()`` waits for the GPU, so a program reads it rarely.
 
 
 @triton.jit
@@ -315,7 +319,7 @@ def flip(flag_ptr, old, new, tries, sem: tl.constexpr):
 @triton.jit
 def meet(pads_ptr, late_ptr, slot, rank, tries, RANKS: tl.constexpr):
     """Wait for all ranks, with the flags of a slot."""
-    for peer in tl.static_range(RANKS):  # unrolled
+    for peer in tl.static_range(RANKS):  # unrolled: the body RANKS times
         pad_ptr = tl.load(pads_ptr + peer).to(tl.pointer_type(tl.int32))
         if not flip(pad_ptr + slot * RANKS + rank, 0, 1, tries, "release"):
             tl.store(late_ptr, 1)
@@ -330,7 +334,8 @@ def barrier_kernel(pads_ptr, late_ptr, rank, tries, RANKS: tl.constexpr):
     meet(pads_ptr, late_ptr, 0, rank, tries, RANKS)
 
 
-late = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+late = torch.zeros(1, dtype=torch.int32, device=DEVICE)  # 1: gave up
+# At each flag: they have to last longer than a rank may be late
 TRIES = 2**20 if DEVICE.type == "cpu" else 2**24
 
 
@@ -346,9 +351,9 @@ if __name__ == "__main__":
     assert late.item() == 0, "a rank did not come to the barrier"
 
 # %%
-# One program is enough. As a kernel of its own it begins after the write has
-# ended, and the read begins after it. (Triton 3.9 has ``tl.atomic_poll``, which
-# waits at an address, with a timeout in nanoseconds.)
+# The barrier is a launch of its own, of one program: the GPU begins it after
+# the write has ended, and begins the read after it. (Triton 3.9 has
+# ``tl.atomic_poll``, which waits at an address, with a timeout in nanoseconds.)
 #
 # And a number from the future
 # ----------------------------
@@ -378,13 +383,16 @@ if __name__ == "__main__":
 #
 # A kernel can pass both barriers itself, in one launch instead of three, if
 # program *i* of one rank meets program *i* of the others, in a slot of its own.
-# So all ranks must launch equally many programs. Two things are new:
+# So all ranks must launch equally many programs. An earlier launch wrote the
+# tensor, so each program may read any part. If this kernel wrote it, program
+# *i* could read only what program *i* of the other rank wrote. New are:
 #
 # * ``tl.debug_barrier()`` has all threads of a program wait for each other, as
 #   one thread sets and sees the flags for all. It is not for debugging only.
 # * A program that waits occupies its multiprocessor. If more programs were
 #   launched than fit on the GPU, those that wait could keep out those that are
-#   waited for. So there are at most 32, and each reads several blocks.
+#   waited for. So there are at most 32, each for several blocks: an H200 has
+#   132 multiprocessors, and 32 slots fit on a signal pad.
 
 
 @triton.jit
@@ -400,7 +408,7 @@ def exchange_kernel(
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    pid = tl.program_id(axis=0)
+    pid = tl.program_id(axis=0)  # int32: N is far below 2**31 here
     meet(pads_ptr, late_ptr, pid, rank, tries, RANKS)
     tl.debug_barrier()  # no thread loads before the flags are seen
     peer_ptr = tl.load(buffers_ptr + peer).to(tl.pointer_type(tl.float32))
@@ -442,8 +450,9 @@ for N in (1, 5000):
 assert late.item() == 0, "a rank did not come to the barrier"
 
 # %%
-# All ranks are timed together now. They meet before each call; still, each time
-# includes the wait for the slowest rank. The rate counts what one rank reads.
+# All ranks are timed together now, so compare CPU times within one chart only.
+# They meet before each call; still, each time includes the wait for the slowest
+# rank. *Triton* is one launch. The rate counts what one rank reads.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     times = {}
@@ -465,13 +474,15 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 
 # %%
 # One launch takes less time than three for the smallest tensor, and more for
-# the largest. There it has 32 programs; ``read_peer`` has one for each block.
+# the largest: there it has 32 programs, and ``read_peer`` one for each block.
+# So use one launch for small tensors.
 #
 # Exercises
 # ---------
 #
-# Write one and run the cell: it says whether the kernel is right. No GPU is
-# needed; on the CPU, ``torchrun --nproc-per-node=2`` starts two ranks as well.
+# Write one and run the script with ``torchrun --nproc-per-node=2``, also
+# without GPUs: rank 0 says whether its numbers are right. One rank alone, as in
+# a notebook, cannot show that a kernel uses the wrong rank's memory.
 #
 # **1.** Read from all ranks and store the sum: ``out[i]`` is the sum of
 # element ``i`` of every rank's tensor. This is an *all-reduce*. The arguments
@@ -481,7 +492,7 @@ sum_kernel = None  # your kernel
 
 
 def check(kernel, out, expected, *arguments):
-    """Launch a kernel between barriers; say if a tensor is as expected."""
+    """Launch a kernel between barriers; say if rank 0's tensor is right."""
     if kernel is None:
         say("not solved yet")
         return False
@@ -533,8 +544,6 @@ if __name__ == "__main__":
 # ``torch.ops.symm_mem`` has whole collectives on symmetric memory, such as
 # ``one_shot_all_reduce``. `PyTorch's page
 # <https://docs.pytorch.org/docs/stable/symmetric_memory.html>`_ lists both.
-# GPUs behind NVLink switches can also add in the switch (*multicast*); this
-# page uses none.
 
 if __name__ == "__main__":
     dist.destroy_process_group()
