@@ -605,8 +605,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     plt.tight_layout()
     for other in wide.columns.drop("Triton"):
         ratio = wide["Triton"] / wide[other]
-        low, high = f"{ratio.min():.2f}", f"{ratio.max():.2f}"
-        print(f"Triton: {low} to {high} times as fast as {other}")
+        span = f"{ratio.min():.2f} to {ratio.max():.2f}"
+        print(f"Triton: {span} times as fast as {other}")
     ahead = wide.index[wide["Triton"] > wide["torch.compile"]]
     rows = dict.fromkeys(sizes.split(", ")[0] for sizes in ahead)
     print("Triton faster than torch.compile at M =", ", ".join(rows) or "none")
