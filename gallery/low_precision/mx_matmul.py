@@ -356,9 +356,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # For each group, threads multiply every element of ``part`` by one scale, then
 # by the other while they add it (a multiply-add). `NVIDIA's H100
 # <https://www.nvidia.com/en-us/data-center/h100/>`_ and H200 do 1979 TFLOP/s of
-# dense float8 on tensor cores, and 67 of float32 in threads. Both rates count a
-# multiply-add as two operations. A multiplication alone takes a thread as long,
-# so we count it as two, too.
+# dense float8 on tensor cores, and 67 of float32 in threads. A multiply-add is
+# two operations in both. We count a multiplication, too, as two: it takes as
+# long.
 
 if __name__ == "__main__":
     multiplying = 2 * 8192**3  # M = N = K = 8192
@@ -383,14 +383,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         print(f"{name:23} {found[0]:6.2f} ms")
 
 # %%
-# The last line is ``group_kernel``. A line's time less that of the line before
-# is what the step adds. (Without scales, the tensor cores add to ``acc``
-# themselves.) What the loop without scales takes beyond the tensor cores' best,
-# this page did not take apart.
+# The last line is ``group_kernel``. Each line less the line before is the cost
+# of what it adds. (Without scales, the tensor cores also add to ``acc``.) We did
+# not take apart what the first line has beyond the tensor cores' best.
 #
-# Threads scale each *result* of a group twice, though the group has only
-# 128 + 64 scales. An instruction that takes the scales, too, leaves threads
-# nothing to multiply.
+# An instruction that takes the scales leaves threads nothing to multiply.
 # ``acc = tl.dot_scaled(x, scale_x, "e4m3", w.T, scale_w, "e2m1", acc)`` asks
 # for it, and adds to ``acc``. After each matrix come its scales and its format:
 # ``e4m3``, ``e5m2``, ``e2m1``, or ``bf16`` and ``fp16``, whose scales are None.
@@ -454,8 +451,7 @@ def scaled_product(x, w, scale_x, scale_w, dtype=torch.float32, BLOCK=128):
     arguments = x, w, scale_x, scale_w
     assert K % BLOCK == 0, "K must be a multiple of BLOCK; mx_matmul's of 32"
     assert w.shape[1] * (2 if W_FORMAT == "e2m1" else 1) == K
-    assert scale_x.shape == (M, K // 32)
-    assert scale_w.shape == (N, K // 32)
+    assert (*scale_x.shape, *scale_w.shape) == (M, K // 32, N, K // 32)
     assert scale_x.dtype == scale_w.dtype == torch.uint8
     assert all(t.is_contiguous() for t in arguments)
     y = torch.empty(M, N, device=x.device, dtype=dtype)
@@ -486,7 +482,6 @@ if __name__ == "__main__":
 # of bfloat16 products than of float8 products: these errors are smaller.) But
 # *torch.compile* decodes each matrix once. In ``scaled_kernel``, each program
 # decodes what it loads: all of ``w`` M / 128 times, all of ``x`` N / 128 times.
-# The last chart has both.
 
 # %%
 # Which instruction is it?
@@ -500,21 +495,17 @@ if __name__ == "__main__":
 TYPES = {"e4m3": "*fp8e4nv", "e2m1": "*u8"}  # pointers to such numbers
 
 
-def signature(X_FORMAT, W_FORMAT, GROUP):
-    """Return types, constants and multiples of 16 of scaled_kernel."""
+def instructions(target, X_FORMAT, W_FORMAT, GROUP):
+    """Return the matrix instructions of scaled_kernel on a GPU."""
     scale = "*fp8e4nv" if GROUP == 16 else "*u8"
     types = [TYPES[X_FORMAT], TYPES[W_FORMAT], scale, scale, "*bf16"]
     types += ["i32"] * 3 + ["constexpr"] * 6
-    constants = 128, 128, 128, GROUP, X_FORMAT, W_FORMAT
     names = scaled_kernel.arg_names
-    by_16 = {(i,): [["tt.divisibility", 16]] for i in range(8)}
+    values = 128, 128, 128, GROUP, X_FORMAT, W_FORMAT
     types = dict(zip(names, types, strict=True))
-    return types, dict(zip(names[8:], constants, strict=True)), by_16
-
-
-def instructions(target, *formats):
-    """Return the matrix instructions of scaled_kernel on a GPU."""
-    source = triton.compiler.ASTSource(scaled_kernel, *signature(*formats))
+    constants = dict(zip(names[8:], values, strict=True))
+    by_16 = {(i,): [["tt.divisibility", 16]] for i in range(8)}
+    source = triton.compiler.ASTSource(scaled_kernel, types, constants, by_16)
     target = triton.backends.compiler.GPUTarget(*target)
     made = triton.compile(source, target, {"num_warps": 8})
     code = made.asm.get("ptx") or made.asm["amdgcn"]  # NVIDIA's or AMD's
@@ -522,8 +513,7 @@ def instructions(target, *formats):
 
 
 if __name__ == "__main__":
-    # From the fold: for three GPUs, and x and w of one format
-    show_instructions()
+    show_instructions()  # from the fold: three GPUs, x and w of one format
 
 # %%
 # The matrix instruction is ``wgmma`` on the H100, ``tcgen05.mma`` on the B200
@@ -539,10 +529,9 @@ if __name__ == "__main__":
 #
 # *NVFP4* is NVIDIA's format of 4 bits. Each group of 16 numbers in ``e2m1`` has
 # a scale in ``e4m3``. The whole tensor has one more, in float32: a kernel
-# multiplies its result by it. ``scaled_kernel`` compiles for NVFP4 with GROUP =
-# 16; that the scales are ``e4m3`` tells ``tl.dot_scaled`` the group.
-# ``scaled_product`` does not take it: even Triton 3.9's interpreter reads each
-# scale as a power of two, and could not check it.
+# multiplies its result by it. ``scaled_kernel`` compiles for NVFP4: scales in
+# ``e4m3`` mean groups of 16. ``scaled_product`` does not take it, as Triton's
+# interpreter reads all scales as powers of two and could not check it.
 
 # %%
 # The op

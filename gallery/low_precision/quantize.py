@@ -338,8 +338,7 @@ if __name__ == "__main__":
 # *Gaussian* numbers, much as weights are, and the same with *outliers*, one
 # column in a hundred 50 times larger, as in activations of language models. The
 # lines have smaller and smaller blocks (rows x columns that share a scale), the
-# last a column. The error is the root mean square of the differences divided by
-# that of ``x``.
+# last a column. The error is relative to ``x``, both as root mean squares.
 
 if __name__ == "__main__":
     M, N = 256, 1024
@@ -403,8 +402,7 @@ def group_kernel(
         values = tl.floor(values + 0.5)
     values = values.to(values_ptr.dtype.element_ty)
     tl.store(values_ptr + offs, values, mask=mask)
-    # The scales are a matrix with a column for each group
-    groups_n = tl.cdiv(N, GROUP)
+    groups_n = tl.cdiv(N, GROUP)  # columns of the matrix of scales
     offs_g = pid_n * GROUPS + tl.arange(0, GROUPS)  # (GROUPS,)
     mask_g = (offs_m < M)[:, None] & (offs_g < groups_n)[None, :]
     offs_s = offs_m[:, None] * groups_n + offs_g[None, :]
@@ -459,9 +457,9 @@ from triton_gallery_ops.quantize import quantize
 # Groups of 128 of a row, matrices as above. *Triton* is the op, and *Triton,
 # this page* is ``quantize_groups``. Both are close to the roof at each length.
 # ``torch.compile`` is, too, except at 2880: 128 does not divide it, so in
-# PyTorch the rows are padded. The chart is of GPU time. Below it is the CPU time
-# of a call: where it is longer, it decides, unless the GPU has other work left.
-# *PyTorch's best* is the faster of PyTorch and ``torch.compile``.
+# PyTorch the rows are padded. *PyTorch's best* is the faster of PyTorch and
+# ``torch.compile``. The chart is of GPU time; the CPU time of a call is below
+# it. Where that is longer, it decides, unless the GPU has other work queued.
 
 SIZES = [512, 768, 1024, 2880, 4096, 7168, 11008, 16384]
 OURS = {
