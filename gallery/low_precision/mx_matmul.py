@@ -384,8 +384,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 
 # %%
 # The last line is ``group_kernel``. Each line less the line before is the cost
-# of what it adds. (Without scales, the tensor cores also add to ``acc``.) We did
-# not take apart what the first line has beyond the tensor cores' best.
+# of what it adds. (Without scales, the tensor cores also add to ``acc``.) What
+# the first line has beyond the tensor cores' best, we did not take apart.
 #
 # An instruction that takes the scales leaves threads nothing to multiply.
 # ``acc = tl.dot_scaled(x, scale_x, "e4m3", w.T, scale_w, "e2m1", acc)`` asks
