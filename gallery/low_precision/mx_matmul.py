@@ -14,10 +14,10 @@
 # [[tool.triton-gallery.step_through]]
 # kernel = "group_kernel"
 # caption = """
-# Two programs, a tile of y each. Here a group is four numbers. The product of
-# each group is scaled twice, by 1, 2 or 4 for a byte of 127, 128 or 129, and
-# added. Past the end of y, a row of each tile is masked, and two columns of the
-# second."""
+# Two programs, a tile of y each. Here a group is four numbers. At first you see
+# the second group before scaling: acc has the first group alone. Then part is
+# scaled twice, by 1, 2 or 4 for a byte of 127, 128 or 129, and added. The last
+# row of each tile and two columns of the second are masked: they are 0 here."""
 # registers = ["x", "w", "of_x", "of_w", "part", "acc"]
 # call = "product(x, w, scale_x, scale_w, tile=(4, 4, 4))"
 # expected = { y = "decode(x, scale_x, 4) @ decode(w, scale_w, 4).T" }
@@ -36,10 +36,11 @@ MXFP8, MXFP4 and NVFP4 with tl.dot_scaled
 *Microscaling* (MX) matrices have numbers of 8 or 4 bits, and each 32 numbers of
 a row share a scale of one byte. ``tl.dot_scaled`` multiplies two such tiles
 with their scales. NVIDIA's B200 and AMD's MI350 have an instruction for that.
-On an H100, each program turns its numbers into bfloat16 first: with many rows,
-decode each matrix once instead. Use MX formats on GPUs with the instruction, or
-for models whose weights come in them. For float8 on an H100, see
-``fp8_matmul.py`` and ``block_scaled_matmul.py``.
+An H100 has none: there, each program first turns what it loads into bfloat16.
+If the left matrix has many rows, decode both matrices once there, and multiply
+them in bfloat16. Use MX formats on GPUs with the instruction, or for models
+whose weights come in them. For float8 on an H100, see ``fp8_matmul.py`` and
+``block_scaled_matmul.py``.
 
 After this page you can
 
@@ -85,36 +86,79 @@ TARGETS = {  # the backend, the architecture and the threads of a warp
 }
 INSTRUCTION = r"(?:tcgen05\.mma|wgmma\.mma_async|v_mfma_)[\w.:]*"
 PAIRS = {  # the formats of x and w, and the numbers of a group
-    "MXFP8 x MXFP8": ("e4m3", "e4m3", 32),
-    "MXFP8 x MXFP4": ("e4m3", "e2m1", 32),
-    "MXFP4 x MXFP4": ("e2m1", "e2m1", 32),
-    "NVFP4 x NVFP4": ("e2m1", "e2m1", 16),
+    "MXFP8": ("e4m3", "e4m3", 32),
+    "MXFP4": ("e2m1", "e2m1", 32),
+    "NVFP4": ("e2m1", "e2m1", 16),
 }
-POINTERS = {"e4m3": "*fp8e4nv", "e2m1": "*u8"}
 
 
-def signature(X, W, GROUP):
-    """Return types, constants and multiples of 16 of scaled_kernel."""
-    scale = "*fp8e4nv" if GROUP == 16 else "*u8"
-    types = [POINTERS[X], POINTERS[W], scale, scale, "*bf16"]
-    types += ["i32"] * 3 + ["constexpr"] * 6
-    types = dict(zip(scaled_kernel.arg_names, types, strict=True))
-    blocks = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 128}
-    by_16 = {(i,): [["tt.divisibility", 16]] for i in range(8)}
-    return types, blocks | {"GROUP": GROUP, "X": X, "W": W}, by_16
+@triton.jit
+def loop_kernel(
+    x_ptr,
+    w_ptr,
+    scale_x_ptr,
+    scale_w_ptr,
+    y_ptr,
+    M,
+    N,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """Be group_kernel with the scales of the first group for all, or none."""
+    offs_m = tl.program_id(axis=0).to(tl.int64) * BLOCK_M
+    offs_m += tl.arange(0, BLOCK_M)  # (BLOCK_M,)
+    offs_n = tl.program_id(axis=1).to(tl.int64) * BLOCK_N
+    offs_n += tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+    offs_k = tl.arange(0, GROUP)  # (GROUP,)
+    mask_m, mask_n = offs_m < M, offs_n < N
+    x_ptrs = x_ptr + offs_m[:, None] * K + offs_k[None, :]
+    w_ptrs = w_ptr + offs_n[:, None] * K + offs_k[None, :]
+    groups = K // GROUP
+    of_x = tl.load(scale_x_ptr + offs_m * groups, mask=mask_m)
+    of_w = tl.load(scale_w_ptr + offs_n * groups, mask=mask_n)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for group in range(groups):
+        x = tl.load(x_ptrs + group * GROUP, mask=mask_m[:, None])
+        w = tl.load(w_ptrs + group * GROUP, mask=mask_n[:, None])
+        part = tl.dot(x, w.T)
+        if SCALED:
+            part *= power_of_two(of_x)[:, None]
+            part *= power_of_two(of_w)[None, :]
+        acc += part
+    y_ptrs = y_ptr + offs_m[:, None] * N + offs_n[None, :]
+    mask = mask_m[:, None] & mask_n[None, :]
+    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+def loops():
+    """Return checked launchers of loop_kernel, without scales and with."""
+    found, sizes = [], (130, 72)
+    x, w = (torch.randint(-2, 3, (n, 96), **kind).to(E4M3) for n in sizes)
+    for SCALED in (0, 1):
+        loop = partial(product, kernel=loop_kernel, tile=(128, 64, 32, SCALED))
+        powers = [torch.arange(n, device=DEVICE)[:, None] % 3 for n in sizes]
+        scales = [(127 + SCALED * p).to(torch.uint8) for p in powers]
+        given = x, w, *(t.expand(-1, 3).contiguous() for t in scales)
+        # Sums of small integers times one power of two are exact
+        y, expected = loop(*given), product(*given)
+        torch.testing.assert_close(y, expected, rtol=0, atol=0)
+        found.append(loop)
+    return found
 
 
 @compile_only
 def show_instructions():
     """Print the matrix instructions of scaled_kernel on each GPU."""
     for gpu, target in TARGETS.items():
-        print(gpu)
         for name, formats in PAIRS.items():
             try:
-                found = instructions(target, signature(*formats))
+                found = instructions(target, *formats)
             except RuntimeError:  # a pass of the compiler fails
                 found = ["Triton does not compile it"]
-            print(f"  {name}: {', '.join(found)}")
+            print(f"{gpu:6} {name}  {', '.join(found)}")
 
 
 # %%
@@ -123,12 +167,11 @@ def show_instructions():
 #
 # The numbers of MXFP8 are float8: ``e4m3``, with 4 bits of exponent and 3 of
 # mantissa, up to 448, or ``e5m2``, up to 57344. Each 32 numbers of a row are a
-# *group* (a *block* in the standard) and share a scale. The scale is a power of
-# two, so that multiplying by it is exact. Its exponent plus 127 is stored in a
-# byte: the scale is ``2 ** (byte - 127)``. PyTorch's dtype for such scales is
-# ``float8_e8m0fnu``; our kernels take ``scale.view(torch.uint8)``. MXFP4 has
-# the same scales, and numbers of 4 bits, ``e2m1``, all of them listed below. A
-# byte holds two, the first in its low half.
+# *group* (a *block* in the standard) and share a scale, ``2 ** (byte - 127)``.
+# Only the byte is stored, and to multiply by a power of two is exact. PyTorch's
+# dtype for such scales is ``float8_e8m0fnu``; our kernels take
+# ``scale.view(torch.uint8)``. MXFP4 has the same scales, and numbers of 4 bits,
+# ``e2m1``, all listed below. A byte holds two, the first in its low half.
 
 E4M3 = torch.float8_e4m3fn
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]  # 2 bits of exponent, 1 of mantissa
@@ -201,8 +244,7 @@ def group_kernel(
     offs_n = tl.program_id(axis=1).to(tl.int64) * BLOCK_N
     offs_n += tl.arange(0, BLOCK_N)  # (BLOCK_N,)
     offs_k = tl.arange(0, GROUP)  # (GROUP,)
-    mask_m = offs_m < M
-    mask_n = offs_n < N
+    mask_m, mask_n = offs_m < M, offs_n < N
     x_ptrs = x_ptr + offs_m[:, None] * K + offs_k[None, :]
     w_ptrs = w_ptr + offs_n[:, None] * K + offs_k[None, :]
     groups = K // GROUP
@@ -224,14 +266,16 @@ def group_kernel(
 def product(
     x, w, *scales, dtype=torch.float32, kernel=group_kernel, tile=(128, 64, 32)
 ):
-    """Return the product of contiguous matrices with their scales."""
+    """Return the product of contiguous matrices (exercise 2: w in MXFP4)."""
     (M, K), N = x.shape, len(w)
     assert K % tile[2] == 0
     assert w.shape[1] == (K // 2 if w.dtype == torch.uint8 else K)  # MXFP4
     assert [t.shape for t in scales] == [(M, K // tile[2]), (N, K // tile[2])]
+    assert all(t.dtype == torch.uint8 for t in scales)
     assert all(t.is_contiguous() for t in (x, w, *scales))
     y = torch.empty(M, N, device=x.device, dtype=dtype)
     grid = (triton.cdiv(M, tile[0]), triton.cdiv(N, tile[1]))
+    # 8 warps are 256 threads: each has 32 elements of acc
     kernel[grid](x, w, *scales, y, M, N, K, *tile, num_warps=8)
     return y
 
@@ -263,11 +307,11 @@ if __name__ == "__main__":
 # We count a product as :math:`2MNK` operations.
 
 
-def show_rates(ours, *without):
-    """Print TFLOP/s at three sizes, without some of the rows."""
+def show_rates(ours):
+    """Print TFLOP/s at three sizes."""
     columns = {}
     for N in (1024, 4096, 8192):
-        times = gpu_time(calls(ours, N, N, N, *without))
+        times = gpu_time(calls(ours, N, N, N))
         rates = {who: round(2e-9 * N**3 / t[0]) for who, t in times.items()}
         columns[f"M = N = K = {N}"] = rates
     print("TFLOP/s", pd.DataFrame(columns).to_string(), sep="\n")
@@ -283,8 +327,8 @@ def decoded_product(x, w, *scales):
     return x @ w.T
 
 
-def calls(ours, M, N, K, *without):
-    """Return what is timed for a product, by name, without some."""
+def calls(ours, M, N, K):
+    """Return what is timed for a product, by name."""
     (x, scale_x), (w, scale_w) = make_mx(M, K), make_mx(N, K)
     given = x, w, scale_x, scale_w
     timed = {name: partial(f, *given) for name, f in ours.items()}
@@ -295,14 +339,11 @@ def calls(ours, M, N, K, *without):
     per_row = partial(torch._scaled_mm, x, w.T, *rows, **options)
     plain = partial(torch.matmul, x.bfloat16(), w.bfloat16().T)
     others = {"cuBLAS, float8": per_row, "cuBLAS, bfloat16": plain}
-    timed |= {"torch.compile": partial(compiled, *given)} | others
-    return {name: f for name, f in timed.items() if name not in without}
+    return timed | {"torch.compile": partial(compiled, *given)} | others
 
-
-OURS = {"group_kernel": partial(product, dtype=torch.bfloat16)}
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
-    show_rates(OURS)
+    show_rates({"group_kernel": partial(product, dtype=torch.bfloat16)})
 
 # %%
 # What do the scales cost?
@@ -314,29 +355,44 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # For each group, threads multiply every element of ``part`` by one scale, then
 # by the other while they add it (a multiply-add). `NVIDIA's H100
-# <https://www.nvidia.com/en-us/data-center/h100/>`_ does 1979 TFLOP/s of dense
-# float8 on tensor cores, and 67 of float32 in threads. Both rates count a
-# multiply-add as two operations. A multiplication alone takes a thread as long,
-# so we count it as one too.
+# <https://www.nvidia.com/en-us/data-center/h100/>`_ and H200 do 1979 TFLOP/s of
+# dense float8 on tensor cores, and 67 of float32 in threads. A multiply-add is
+# two operations in both. We count a multiplication, too, as two: it takes as
+# long.
 
 if __name__ == "__main__":
-    tile = 128 * 64
-    print(f"A tile and a group: {32 * tile:,} multiply-adds by tensor cores,")
-    print(f"{2 * tile:,} multiplications and multiply-adds by threads")
-    share = (32 * tile / 1979) / (2 * tile / 67)
-    print(f"so an H100's tensor cores work at most {share:.0%} of the time")
+    multiplying = 2 * 8192**3  # M = N = K = 8192
+    scaling = 4 * 8192**2 * (8192 / 32)  # for each element of each group's part
+    print(f"tensor cores, at best: {multiplying / 1979e9:.2f} ms")
+    print(f"threads that scale, at best: {scaling / 67e9:.2f} ms")
 
 # %%
-# That is the most, if both work at once and nothing else takes time;
-# ``group_kernel`` stays far below it. Threads multiply each *result* of a group
-# twice, though the group has only 128 + 64 scales. An instruction that takes
-# the scales, too, leaves threads nothing to multiply.
+# Even at best, threads take longer to scale than tensor cores to multiply. What
+# does ``group_kernel`` spend its time on? We time two kernels beside it: its
+# loop without scales, and its loop with the scales of the first group, loaded
+# once, before the loop.
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    (x, scale_x), (w, scale_w) = make_mx(8192, 8192), make_mx(8192, 8192)
+    names = ["the loop without scales", "and scaling", "and loads of scales"]
+    timed = {
+        name: partial(launch, x, w, scale_x, scale_w, dtype=torch.bfloat16)
+        for name, launch in zip(names, [*loops(), product], strict=True)
+    }
+    for name, found in gpu_time(timed).items():
+        print(f"{name:23} {found[0]:6.2f} ms")
+
+# %%
+# The last line is ``group_kernel``. Each line less the line before is the cost
+# of what it adds. (Without scales, the tensor cores also add to ``acc``.) What
+# the first line has beyond the tensor cores' best, we did not take apart.
 #
+# An instruction that takes the scales leaves threads nothing to multiply.
 # ``acc = tl.dot_scaled(x, scale_x, "e4m3", w.T, scale_w, "e2m1", acc)`` asks
-# for it. After each matrix come its scales and its format: ``e4m3``, ``e5m2``,
-# ``e2m1``, or ``bf16`` and ``fp16``, whose scales are None. ``w.T`` is
-# (BLOCK_K, BLOCK_N), for ``e2m1`` (BLOCK_K / 2, BLOCK_N). Its scales are not
-# transposed: (BLOCK_N, BLOCK_K / 32).
+# for it, and adds to ``acc``. After each matrix come its scales and its format:
+# ``e4m3``, ``e5m2``, ``e2m1``, or ``bf16`` and ``fp16``, whose scales are None.
+# ``w.T`` is (BLOCK_K, BLOCK_N), for ``e2m1`` (BLOCK_K / 2, BLOCK_N). Its scales
+# are not transposed: (BLOCK_N, BLOCK_K / 32).
 
 
 @triton.jit
@@ -353,30 +409,32 @@ def scaled_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
-    X: tl.constexpr,  # the formats of x and w
-    W: tl.constexpr,
+    X_FORMAT: tl.constexpr,
+    W_FORMAT: tl.constexpr,
 ):
-    PX: tl.constexpr = 2 if X == "e2m1" else 1  # numbers in one byte
-    PW: tl.constexpr = 2 if W == "e2m1" else 1
+    X_PACK: tl.constexpr = 2 if X_FORMAT == "e2m1" else 1  # numbers in a byte
+    W_PACK: tl.constexpr = 2 if W_FORMAT == "e2m1" else 1
     offs_m = tl.program_id(axis=0).to(tl.int64) * BLOCK_M
     offs_m += tl.arange(0, BLOCK_M)  # (BLOCK_M,)
     offs_n = tl.program_id(axis=1).to(tl.int64) * BLOCK_N
     offs_n += tl.arange(0, BLOCK_N)  # (BLOCK_N,)
     rows_m, rows_n = offs_m[:, None], offs_n[:, None]
-    x_ptrs = x_ptr + rows_m * (K // PX) + tl.arange(0, BLOCK_K // PX)[None, :]
-    w_ptrs = w_ptr + rows_n * (K // PW) + tl.arange(0, BLOCK_K // PW)[None, :]
+    offs_x = tl.arange(0, BLOCK_K // X_PACK)[None, :]  # in bytes
+    offs_w = tl.arange(0, BLOCK_K // W_PACK)[None, :]
+    x_ptrs = x_ptr + rows_m * (K // X_PACK) + offs_x
+    w_ptrs = w_ptr + rows_n * (K // W_PACK) + offs_w
     offs_g = tl.arange(0, BLOCK_K // GROUP)[None, :]
     scale_x_ptrs = scale_x_ptr + rows_m * (K // GROUP) + offs_g
     scale_w_ptrs = scale_w_ptr + rows_n * (K // GROUP) + offs_g
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
-        # (BLOCK_M, BLOCK_K / PX) and (BLOCK_N, BLOCK_K / PW)
-        x = tl.load(x_ptrs + k // PX, mask=rows_m < M)
-        w = tl.load(w_ptrs + k // PW, mask=rows_n < N)
+        # (BLOCK_M, BLOCK_K / X_PACK) and (BLOCK_N, BLOCK_K / W_PACK)
+        x = tl.load(x_ptrs + k // X_PACK, mask=rows_m < M)
+        w = tl.load(w_ptrs + k // W_PACK, mask=rows_n < N)
         # (BLOCK_M, BLOCK_K / GROUP) and (BLOCK_N, BLOCK_K / GROUP)
         scale_x = tl.load(scale_x_ptrs + k // GROUP, mask=rows_m < M)
         scale_w = tl.load(scale_w_ptrs + k // GROUP, mask=rows_n < N)
-        acc = tl.dot_scaled(x, scale_x, X, w.T, scale_w, W, acc)
+        acc = tl.dot_scaled(x, scale_x, X_FORMAT, w.T, scale_w, W_FORMAT, acc)
     y_ptrs = y_ptr + rows_m * N + offs_n[None, :]
     mask = (rows_m < M) & (offs_n[None, :] < N)
     tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask)
@@ -387,19 +445,19 @@ FORMATS = {E4M3: "e4m3", torch.float8_e5m2: "e5m2", torch.uint8: "e2m1"}
 
 def scaled_product(x, w, scale_x, scale_w, dtype=torch.float32, BLOCK=128):
     """Return the product of contiguous matrices in MX formats."""
-    X, W = FORMATS[x.dtype], FORMATS[w.dtype]
-    M, N, K = len(x), len(w), x.shape[1] * (2 if X == "e2m1" else 1)
+    formats = X_FORMAT, W_FORMAT = FORMATS[x.dtype], FORMATS[w.dtype]
+    M, N = len(x), len(w)
+    K = x.shape[1] * (2 if X_FORMAT == "e2m1" else 1)
     arguments = x, w, scale_x, scale_w
-    assert K % BLOCK == 0, "K is not of whole tiles: the op takes it"
-    assert w.shape[1] * (2 if W == "e2m1" else 1) == K
-    assert scale_x.shape == (M, K // 32)
-    assert scale_w.shape == (N, K // 32)
+    assert K % BLOCK == 0, "K must be a multiple of BLOCK; mx_matmul's of 32"
+    assert w.shape[1] * (2 if W_FORMAT == "e2m1" else 1) == K
+    assert (*scale_x.shape, *scale_w.shape) == (M, K // 32, N, K // 32)
+    assert scale_x.dtype == scale_w.dtype == torch.uint8
     assert all(t.is_contiguous() for t in arguments)
     y = torch.empty(M, N, device=x.device, dtype=dtype)
     grid = (triton.cdiv(M, BLOCK), triton.cdiv(N, BLOCK))
-    options = {"GROUP": 32, "X": X, "W": W, "num_warps": 8}
-    blocks = BLOCK, BLOCK, BLOCK  # four groups of 32 in a step along K
-    scaled_kernel[grid](*arguments, y, M, N, K, *blocks, **options)
+    blocks = BLOCK, BLOCK, BLOCK, 32  # four groups of 32 in a step along K
+    scaled_kernel[grid](*arguments, y, M, N, K, *blocks, *formats, num_warps=8)
     return y
 
 
@@ -407,26 +465,21 @@ def scaled_product(x, w, scale_x, scale_w, dtype=torch.float32, BLOCK=128):
 # Without a GPU, this check needs the interpreter of Triton 3.8 or newer: older
 # ones lack ``tl.dot_scaled``.
 
-if __name__ == "__main__" and HAS_DOT_SCALED:
+if __name__ == "__main__":
     E2M1_X2 = torch.uint8  # two numbers in a byte
-    for pair in ((E4M3, E4M3), (E4M3, E2M1_X2), (E2M1_X2, E2M1_X2)):
+    pairs = (E4M3, E4M3), (E4M3, E2M1_X2), (E2M1_X2, E2M1_X2)
+    if not HAS_DOT_SCALED:
+        print("not checked: needs a GPU or Triton 3.8")
+        pairs = ()
+    for pair in pairs:
         x, w = make_mx(130, 384, pair[0]), make_mx(200, 384, pair[1])
         print(" x ".join(FORMATS[dtype] for dtype in pair), end=": ")
         show_error(scaled_product(x[0], w[0], x[1], w[1]), x, w)
-elif __name__ == "__main__":
-    print("not checked: needs a GPU or Triton 3.8")
 
 # %%
-# The sizes of *How fast?* again. An H100 or H200 lacks the instruction:
-
-OURS["scaled_kernel"] = partial(scaled_product, dtype=torch.bfloat16)
-
-if __name__ == "__main__" and DEVICE.type == "cuda":
-    show_rates(OURS, "cuBLAS, float8", "cuBLAS, bfloat16")
-
-# %%
-# On such a GPU, ``tl.dot_scaled`` decodes to bfloat16, as *torch.compile* does.
-# (Sums of bfloat16 products keep more bits: the errors above are smaller.) But
+# An H100 or H200 lacks the instruction. There, ``tl.dot_scaled`` decodes to
+# bfloat16, as *torch.compile* does. (Their tensor cores keep more bits of a sum
+# of bfloat16 products than of float8 products: these errors are smaller.) But
 # *torch.compile* decodes each matrix once. In ``scaled_kernel``, each program
 # decodes what it loads: all of ``w`` M / 128 times, all of ``x`` N / 128 times.
 
@@ -434,15 +487,25 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Which instruction is it?
 # ------------------------
 #
-# Triton compiles a kernel for any GPU, even one that you do not have. Instead
-# of arguments it takes a *signature*, from the folded first cell: the types of
-# arguments, the constants, and which arguments are multiples of 16 (compilers
-# use that). The H100's target is ``("cuda", 90, 32)``, with 32 threads a warp.
+# Triton compiles a kernel for any GPU, even one that you do not have. In place
+# of arguments, ``triton.compile`` takes a *signature*: the arguments' types,
+# the constants, and which arguments are multiples of 16 (a hint to the
+# compiler). The H100's target is ``("cuda", 90, 32)``, with 32 threads a warp.
+
+TYPES = {"e4m3": "*fp8e4nv", "e2m1": "*u8"}  # pointers to such numbers
 
 
-def instructions(target, signature):
+def instructions(target, X_FORMAT, W_FORMAT, GROUP):
     """Return the matrix instructions of scaled_kernel on a GPU."""
-    source = triton.compiler.ASTSource(scaled_kernel, *signature)
+    scale = "*fp8e4nv" if GROUP == 16 else "*u8"
+    types = [TYPES[X_FORMAT], TYPES[W_FORMAT], scale, scale, "*bf16"]
+    types += ["i32"] * 3 + ["constexpr"] * 6
+    names = scaled_kernel.arg_names
+    values = 128, 128, 128, GROUP, X_FORMAT, W_FORMAT
+    types = dict(zip(names, types, strict=True))
+    constants = dict(zip(names[8:], values, strict=True))
+    by_16 = {(i,): [["tt.divisibility", 16]] for i in range(8)}
+    source = triton.compiler.ASTSource(scaled_kernel, types, constants, by_16)
     target = triton.backends.compiler.GPUTarget(*target)
     made = triton.compile(source, target, {"num_warps": 8})
     code = made.asm.get("ptx") or made.asm["amdgcn"]  # NVIDIA's or AMD's
@@ -450,7 +513,7 @@ def instructions(target, signature):
 
 
 if __name__ == "__main__":
-    show_instructions()  # from the fold: calls it for three GPUs
+    show_instructions()  # from the fold: three GPUs, x and w of one format
 
 # %%
 # The matrix instruction is ``wgmma`` on the H100, ``tcgen05.mma`` on the B200
@@ -458,19 +521,17 @@ if __name__ == "__main__":
 # compiles: it has no speed of theirs.**
 #
 # ``block_scale`` and ``scale`` say that the instruction takes scales, and
-# ``kind`` names its formats: ``f8f6f4`` is any mix of 8, 6 and 4 bits.
-# ``scale_vec`` is how many groups of a row one instruction takes: 1X one of 32
-# numbers, 2X two of 32, 4X four of 16 (newer Tritons write ``block32`` and
-# ``block16``). On the H100, both operands are bfloat16 (``bf16.bf16``). Within
-# its range, decoding is exact: a number has at most 4 significant bits, and
-# bfloat16 has 8.
+# ``kind`` names its formats: ``f8f6f4`` is any mix of 8, 6 and 4 bits. In one
+# instruction, a row has 1 group of 32 numbers (``1X``), 2 of 32 (``2X``) or 4
+# of 16 (``4X``); Triton 3.9 prints the size of a group, ``block32``. On the
+# H100, both operands are bfloat16 (``bf16.bf16``). Within its range, decoding
+# is exact: a number has at most 4 significant bits, and bfloat16 has 8.
 #
-# *NVFP4* is NVIDIA's format of 4 bits. Each group of 16 ``e2m1`` has a scale in
-# ``e4m3``, and the whole tensor one in float32, by which a kernel multiplies
-# its result. ``scaled_kernel`` compiles for it with GROUP = 16, which
-# ``tl.dot_scaled`` infers from the scales' dtype. ``scaled_product`` does not
-# take it: even Triton 3.9's interpreter takes its scales for powers of two, and
-# could not check it.
+# *NVFP4* is NVIDIA's format of 4 bits. Each group of 16 numbers in ``e2m1`` has
+# a scale in ``e4m3``. The whole tensor has one more, in float32: a kernel
+# multiplies its result by it. ``scaled_kernel`` compiles for NVFP4: scales in
+# ``e4m3`` mean groups of 16. ``scaled_product`` does not take it, as Triton's
+# interpreter reads all scales as powers of two and could not check it.
 
 # %%
 # The op
@@ -481,9 +542,10 @@ if __name__ == "__main__":
 # whole groups, and a bias. For ``x`` of 16 bits, as models with 4-bit weights
 # have it, call ``mx_matmul(x, weight, None, scale_weight)``.
 #
-# Where the GPU has the instruction, more than 64 rows go to ``tl.dot_scaled``.
-# Otherwise, and for ``x`` of 16 bits, the op decodes a tile (exercise 2),
-# scales it, rounds it to 16 bits and calls ``tl.dot``.
+# Where the GPU has the instruction, an ``x`` of more than 64 rows goes to
+# ``tl.dot_scaled``. In all other cases, and for ``x`` of 16 bits, the op
+# decodes a tile (exercise 2), scales it, rounds it to 16 bits and calls
+# ``tl.dot``. (The 64 is not tuned: no such GPU was measured.)
 
 from triton_gallery_ops.mx_matmul import mx_matmul
 
@@ -493,8 +555,7 @@ from triton_gallery_ops.mx_matmul import mx_matmul
 #
 # The sizes (M, N, K) are of layers of models. *Triton* is the op with MXFP8,
 # *Triton, MXFP4 weight* the op with ``x`` in bfloat16, and *Triton, this page*
-# is ``scaled_kernel``. Below the chart, a line is the op's rate over that of
-# another series, the lowest and the highest: below 1, the op is slower.
+# is ``scaled_kernel``.
 
 LAYERS = [
     (16, 7168, 2048),
@@ -518,7 +579,8 @@ def weight_only(M, N, K):
 
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
-    ours = {"Triton": mx_matmul, "Triton, this page": OURS["scaled_kernel"]}
+    this_page = partial(scaled_product, dtype=torch.bfloat16)
+    ours = {"Triton": mx_matmul, "Triton, this page": this_page}
     times = {}
     for sizes in LAYERS:
         timed = calls(ours, *sizes)
@@ -530,18 +592,19 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     wide = wide.loc[list(times)]
     wide.plot.bar(rot=20, ylabel="TFLOP/s")
     plt.tight_layout()
-    for other in wide.columns.drop(list(ours)):
+    for other in wide.columns.drop("Triton"):
         ratio = wide["Triton"] / wide[other]
-        print(f"op / {other}: {ratio.min():.2f} to {ratio.max():.2f}")
+        span = f"{ratio.min():.2f} to {ratio.max():.2f}"
+        print(f"Triton: {span} times as fast as {other}")
     ahead = wide.index[wide["Triton"] > wide["torch.compile"]]
     rows = dict.fromkeys(sizes.split(", ")[0] for sizes in ahead)
-    print("op faster than torch.compile at M =", ", ".join(rows) or "none")
+    print("Triton faster than torch.compile at M =", ", ".join(rows) or "none")
 
 # %%
-# Besides our kernel, only *torch.compile* computes the op's product: cuBLAS has
-# no groups, and *Triton, MXFP4 weight* has no ``x`` to decode. Without the
-# instruction, use the op for no more rows than the last line names. For more,
-# decode each matrix once and multiply in bfloat16.
+# Besides *Triton* and *this page*, only *torch.compile* computes the product of
+# two MXFP8 matrices: cuBLAS has no groups, and *Triton, MXFP4 weight* has no
+# ``x`` to decode. The last line is the advice for this GPU, which lacks the
+# instruction: use the op there, and else decode each matrix once.
 
 # %%
 # Exercises

@@ -15,14 +15,14 @@
 # kernel = "row_kernel"
 # caption = """
 # A row of x per program, to int8. MAX is 7 here, so the scales are 1 and 2.
-# A row has 5 elements and BLOCK_N is 8. 3 / 2 and -5 / 2 are rounded up."""
+# A row has 5 elements and BLOCK_N is 8. 3 / 2 and -5 / 2 were rounded up."""
 # registers = ["x", "largest", "scale", "values"]
 # inputs = { x = "torch.tensor([[1., -7, 3, 0, 5], [14, 3, -5, 6, 2]])" }
 # call = "quantize_rows(x, dtype=torch.int8, MAX=7.0)"
 # expected.values = """torch.tensor([[1, -7, 3, 0, 5], [7, 2, -2, 3, 1]],
 #     dtype=torch.int8)"""
 # expected.scale = "torch.tensor([[1.], [2.]])"
-# start = [1, 0]
+# start = [1, 1]
 #
 # [[tool.triton-gallery.step_through]]
 # kernel = "group_kernel"
@@ -103,6 +103,13 @@ def compare(ours, in_torch):
     torch.testing.assert_close(values, expected, rtol=1 / 8, atol=2**-9)
     share = (values != expected).float().mean()
     print(f"{share:.1e} of the values differ from PyTorch's")
+
+
+def check_steps(values, factors, x):
+    """Check that int8 values are half a step off at most."""
+    steps = ((values * factors - x).abs() / factors).max().item()
+    print(f"int8: largest error {steps:.4f} of a step, allowed 0.5001")
+    assert steps <= 0.5001  # a little more than half: the scale is rounded, too
 
 
 def error_of(x, largest, rounded, rows, columns):
@@ -231,10 +238,10 @@ def quantize_rows(x, kernel=row_kernel, dtype=E4M3, MAX=None):
 # ------------
 #
 # Unlike a GPU, Triton's interpreter does not always round to the nearest
-# float8: 1.97 becomes 1, not 2. So the first check needs no rounding: its rows
-# are float8 numbers times a power of two, and the error must be 0. In int8,
-# neighbors are one scale (a *step*) apart, so the second check allows half a
-# step.
+# float8: 1.97 becomes 1, not 2 (the carry is lost). So the first check needs no
+# rounding: its rows are float8 numbers, the largest of them 448, times a power
+# of two. This power is the scale, and the error must be 0. In int8, neighbors
+# are one scale (a *step*) apart, so the second check allows half a step.
 
 
 def exact_rows(M, N, largest=448):
@@ -257,10 +264,7 @@ if __name__ == "__main__":
     torch.testing.assert_close(scales, powers, rtol=0, atol=0)
     assert error == 0
     x = torch.randn(20, 300, generator=generator, device=DEVICE)
-    values, scales = quantize_rows(x, dtype=torch.int8)
-    steps = ((values * scales - x).abs() / scales).max().item()
-    print(f"int8: largest error {steps:.4f} of a step, allowed 0.5001")
-    assert steps <= 0.5001  # a little more than half: the scale is rounded, too
+    check_steps(*quantize_rows(x, dtype=torch.int8), x)  # in the first fold
 
 # %%
 # How fast?
@@ -302,8 +306,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # %%
 # The first kernel is as fast as a copy, except for the shortest rows: there, a
 # program has only 512 bytes to read. In the kernel for groups, below, a program
-# takes several rows; with ``GROUP=256``, a group is such a row.
-# ``torch.compile`` is as fast as a copy, except at 4096.
+# takes several rows: with ``GROUP=256`` and ``tile=(16, 256)``, a group is such
+# a row. ``torch.compile`` is as fast as a copy, except at 4096.
 #
 # Break it: one outlier
 # ---------------------
@@ -330,15 +334,15 @@ if __name__ == "__main__":
 # -------------------------
 #
 # A scale for fewer numbers than a row confines the outlier's damage. To compare
-# sizes of blocks, PyTorch quantizes two matrices in float64: one of *Gaussian*
-# numbers, much as weights are; and the same with *outliers*, one column in a
-# hundred 50 times larger, as in activations of language models. Each line of
-# the table has a smaller block: the rows x columns that share a scale. The
-# error is the root mean square of the differences divided by that of ``x``.
+# sizes of blocks, PyTorch quantizes two matrices, all but values in float64:
+# *Gaussian* numbers, much as weights are, and the same with *outliers*, one
+# column in a hundred 50 times larger, as in activations of language models. The
+# lines have smaller and smaller blocks (rows x columns that share a scale), the
+# last a column. The error is relative to ``x``, both as root mean squares.
 
 if __name__ == "__main__":
     M, N = 256, 1024
-    blocks = [(M, N), (128, 128), (1, N), (1, 128), (1, 32)]
+    blocks = [(M, N), (128, 128), (1, N), (1, 128), (1, 32), (M, 1)]
     gaussian = torch.randn(M, N, generator=generator, device=DEVICE).double()
     outliers = gaussian.clone()
     outliers[:, ::100] *= 50
@@ -348,14 +352,15 @@ if __name__ == "__main__":
 # %%
 # Gaussian numbers in float8 lose about as much with one scale for all as with a
 # scale for each 32. In int8, small blocks help, and most where there are
-# outliers. Without outliers int8 is more exact, with them float8.
+# outliers. Without outliers int8 is more exact, with them float8, except where
+# each column has a scale, as these outliers fill columns. But a matrix product
+# adds up the columns of a row, and each term would have another scale. With
+# 1 x 128, 128 terms share one, which multiplies their sum.
 #
-# With outliers, small blocks help float8, too. Outliers make most of the error,
-# and in smaller blocks more of them are the largest number, which becomes 448
-# exactly. But scales take memory: with 1 x 32 an eighth of what the values
-# take, with 1 x 128 a thirty-second. We take 128. Blocks of a column would fit
-# these outliers, but a matrix product sums over columns: their scales could not
-# be taken out of the sum.
+# Outliers make most of the error. In smaller blocks of a row, more of them are
+# the largest number, which becomes 448 exactly: these blocks help float8, too.
+# But scales take memory: with 1 x 32 an eighth of what the values take, with
+# 1 x 128 a thirty-second. We take 128.
 
 # %%
 # Groups of 128
@@ -393,19 +398,21 @@ def group_kernel(
     largest = tl.max(tl.abs(groups), axis=2)  # (BLOCK_M, GROUPS)
     scale = tl.maximum(largest / MAX, 2.0**-126)
     values = tl.reshape(groups * (1 / scale)[:, :, None], (BLOCK_M, BLOCK_N))
+    if values_ptr.dtype.element_ty.is_int():
+        values = tl.floor(values + 0.5)
     values = values.to(values_ptr.dtype.element_ty)
     tl.store(values_ptr + offs, values, mask=mask)
-    # The scales are a matrix with a column for each group
-    groups_n = tl.cdiv(N, GROUP)
+    groups_n = tl.cdiv(N, GROUP)  # columns of the matrix of scales
     offs_g = pid_n * GROUPS + tl.arange(0, GROUPS)  # (GROUPS,)
     mask_g = (offs_m < M)[:, None] & (offs_g < groups_n)[None, :]
     offs_s = offs_m[:, None] * groups_n + offs_g[None, :]
     tl.store(scale_ptr + offs_s, scale, mask=mask_g)
 
 
-def quantize_groups(x, GROUP=128, dtype=E4M3, MAX=448.0, tile=(8, 512)):
+def quantize_groups(x, GROUP=128, dtype=E4M3, MAX=None, tile=(8, 512)):
     """Return each group divided by its scale, and the scales."""
-    assert dtype.is_floating_point  # an integer would have to be rounded first
+    info = torch.finfo if dtype.is_floating_point else torch.iinfo
+    MAX = MAX or float(info(dtype).max)
     BLOCK_M, BLOCK_N = tile  # 4096 elements, 32 a thread in the usual 4 warps
     assert BLOCK_N % GROUP == 0  # and GROUP is a power of two
     M, N = x.shape
@@ -413,8 +420,7 @@ def quantize_groups(x, GROUP=128, dtype=E4M3, MAX=448.0, tile=(8, 512)):
     values = torch.empty_like(x, dtype=dtype)
     scales = x.new_empty(M, triton.cdiv(N, GROUP), dtype=torch.float32)
     grid = (triton.cdiv(M, BLOCK_M) * triton.cdiv(N, BLOCK_N),)
-    blocks = BLOCK_M, BLOCK_N, GROUP
-    group_kernel[grid](x, values, scales, M, N, MAX, *blocks)
+    group_kernel[grid](x, values, scales, M, N, MAX, *tile, GROUP)
     return values, scales
 
 
@@ -429,15 +435,17 @@ if __name__ == "__main__":
         factors = powers.repeat_interleave(GROUP, 1)[:, :1100]
         assert torch.equal(values.float() * factors, x)
         print(f"groups of {GROUP}: no error")
+    x = torch.randn(11, 1100, generator=generator, device=DEVICE)
+    values, scales = quantize_groups(x, dtype=torch.int8)
+    check_steps(values, scales.repeat_interleave(128, 1)[:, :1100], x)
 
 # %%
 # The op
 # ------
 #
 # ``quantize(x, block_size)`` is this gallery's op. To these kernels it adds
-# int8 in groups, e5m2 (a float8 with more exponent and less mantissa), scales
-# of the tensor and of blocks such as 128 x 128, strides, long rows, and NaN
-# scales for NaN (here a NaN leaves the scale alone). Its module also has
+# scales of the tensor and of blocks such as 128 x 128, strides, long rows, and
+# NaN scales for NaN (here a NaN leaves the scale alone). Its module also has
 # ``dequantize``, formats of 4 bits, and an op for training.
 
 from triton_gallery_ops.quantize import quantize
@@ -446,13 +454,12 @@ from triton_gallery_ops.quantize import quantize
 # The result
 # ----------
 #
-# Groups of 128 of a row, matrices as above. In the chart, *Triton* is the op,
-# and *Triton, this page* is ``quantize_groups``. Both are close to the roof at
-# each length. ``torch.compile`` is, too, except at 2880: 128 does not divide
-# it, so in PyTorch the rows are padded. *PyTorch's best* is the faster of
-# PyTorch and ``torch.compile`` at each length. With few rows, the CPU time of a
-# call (below the chart) may decide, and the op's is longer than that of
-# ``quantize_groups``.
+# Groups of 128 of a row, matrices as above. *Triton* is the op, and *Triton,
+# this page* is ``quantize_groups``. Both are close to the roof at each length.
+# ``torch.compile`` is, too, except at 2880: 128 does not divide it, so in
+# PyTorch the rows are padded. *PyTorch's best* is the faster of PyTorch and
+# ``torch.compile``. The chart is of GPU time; the CPU time of a call is below
+# it. Where that is longer, it decides, unless the GPU has other work queued.
 
 SIZES = [512, 768, 1024, 2880, 4096, 7168, 11008, 16384]
 OURS = {
@@ -476,11 +483,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     wide.plot(logx=True, title="groups of 128 to float8")
     best = wide[["PyTorch", "torch.compile"]].max(axis=1)
     others = {"PyTorch's best": best, "the roof": wide["Roof"]}
-    for who, series in zip(("the op", "this page"), OURS, strict=True):
+    for series in OURS:
         for name, other in others.items():
             ratio = wide[series] / other
-            low, high = ratio.min(), ratio.max()
-            print(f"{who}: {low:.2f} to {high:.2f} times as fast as {name}")
+            span = f"{ratio.min():.2f} to {ratio.max():.2f}"
+            print(f"{series}: {span} times as fast as {name}")
     x = torch.randn(300, 2880, generator=generator, device=DEVICE).bfloat16()
     compare(quantize_groups(x), groups_torch(x))
 
@@ -510,7 +517,7 @@ if __name__ == "__main__":
 # its largest. Then the scale is ``(high - low) / 255`` and the zero point is
 # ``-low / scale``, rounded. A program takes a row and stores its values
 # (uint8), scale (float32) and zero point (uint8). Use ``tl.min`` and
-# ``tl.minimum``. No row here is all zeros.
+# ``tl.minimum``, also to keep values within 255. No row here is all zeros.
 
 zero_point_kernel = None  # (x_ptr, values_ptr, scale_ptr, zero_ptr, N, BLOCK_N)
 
