@@ -116,8 +116,8 @@ def make_inputs(E, R, K, N):
 # R: 2, 2 and 7 are groups of 2, 0 and 5 rows. A Python loop needs the ends on
 # the host, so it waits for the GPU. For sizes E: R x K x N, the run prints the
 # *floor*, the bytes if each element is moved once, and the operations (flop)
-# for each byte. By its data sheet, an H200 does about 200 while it moves one.
-# All three sizes have more, so arithmetic limits the speed, not memory.
+# for each byte. By its data sheet, an H200 does about 200 operations while it
+# moves a byte. All three sizes have more, so arithmetic limits their speed.
 
 
 def loop(x, w, offsets):
@@ -224,10 +224,10 @@ def grouped(x, w, offsets, tile=(128, 128, 64)):
 # ------------
 #
 # ``UNEVEN``, in the folded cell above, has the ends of five groups, two of them
-# empty; ten rows are in none. We compare with float64. A sum of ``K`` terms in
-# float32 loses at most :math:`2^{-24} K` times the sum of their magnitudes, and
-# rounding to 16 bits at most one ``eps`` of the result, which is no larger than
-# that sum. So we divide the error by it, and allow :math:`2^{-24} K` + ``eps``.
+# empty; the last ten rows are in none. We compare with float64. A sum of ``K``
+# terms in float32 loses at most :math:`2^{-24} K` times the sum of magnitudes,
+# and rounding to 16 bits at most one ``eps`` of the result, which is no larger.
+# So we divide the error by that sum, and allow :math:`2^{-24} K` + ``eps``.
 
 
 def check(product):
@@ -409,7 +409,8 @@ if __name__ == "__main__":
 #
 # The same draws, with K = 2048 and N = 1408, take these times. The last line is
 # of ``grouped_kernel``, whose BLOCK_M is 128. In the recorded run, its time
-# grows less than its rows: these overstate what skew costs.
+# grows less than the rows that it computes: to count rows overstates the cost
+# of skew.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     x, w, _ = make_inputs(64, 8192, 2048, 1408)
@@ -433,8 +434,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # * any sizes and strides, and zeros in the rows past the last group;
 # * the steps of ``persistent_matmul.py``: the GPU's copy engine (TMA) loads and
-#   stores tiles, their order reuses what is in the L2 cache, and one program
-#   for each multiprocessor loads its next tile before it stores this one;
+#   stores tiles, their order reuses what is in the L2 cache, and there is one
+#   program for each multiprocessor, which loads its next tile before it stores;
 # * the same steps in the gradient of the weights.
 #
 # ``grouped_matmul_fp8`` is the same product of float8, for inference, with

@@ -197,8 +197,8 @@ def product(
 # The tensor cores of Hopper (H100, H200) keep fewer bits of a sum of float8
 # products than float32 does. Terms can cancel, so we compare the error with the
 # sum of their magnitudes, and allow :math:`2^{-12}` of it: a wrong scale would
-# err far more. Whatever K is, the tensor cores add only the 128 terms of a
-# block.
+# err far more. The tensor cores add only the 128 terms of a block, and float32
+# adds the blocks, so the bound need not grow with K.
 
 
 def show_error(product):
@@ -383,10 +383,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 
 # %%
 # The copy engine helps at the larger sizes. Still, ``descriptor_kernel`` is at
-# best about as fast as bfloat16, so float8 saves memory, not time. *cuBLAS*
-# shows that more is possible with the same scales. In our kernels, each step
-# waits for its product and only then scales and adds it. On Hopper, the op
-# multiplies and scales at once.
+# best about as fast as bfloat16: in these kernels, float8 saves memory, but not
+# time. *cuBLAS* shows that more is possible with the same scales. In our
+# kernels, each step waits for its product and only then scales and adds it. On
+# Hopper, the op multiplies and scales at once.
 
 # %%
 # The op

@@ -239,13 +239,13 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # What does the tensor core's sum lose?
 # -------------------------------------
 #
-# ``tl.dot`` adds to ``acc`` in the tensor core. Its option
-# ``max_num_imprecise_acc`` limits how many products are added there before
-# their sum is added to a float32 register. Without the option, the limit is all
-# of K: *fast accumulation*. With 128, each sum of 128 products is added in
-# float32. We measure the error of the result for Gaussian numbers and for
-# positive ones, whose sum grows with K. (The interpreter adds everything in
-# float32; only a GPU shows a difference.)
+# ``acc`` is float32, but while the tensor core adds float8 products to it, it
+# keeps fewer bits. The option ``max_num_imprecise_acc`` of ``tl.dot`` limits
+# how many products are added there before their sum is added to a float32
+# register. Without the option, the limit is all of K: *fast accumulation*. With
+# 128, each sum of 128 products is added in float32. We measure the error of the
+# result for Gaussian numbers and for positive ones, whose sum grows with K.
+# (The interpreter adds everything in float32; only a GPU shows a difference.)
 
 if __name__ == "__main__":
     columns = {}
@@ -264,13 +264,14 @@ if __name__ == "__main__":
 
 # %%
 # On Hopper, the error of fast accumulation grows with K, most where all terms
-# have one sign. With 128, it hardly changes. For comparison, rounding a result
-# to bfloat16 costs up to :math:`2^{-9} = 0.002`, and rounding an input to E4M3
-# up to :math:`2^{-4} = 0.06`.
+# have one sign. With 128, it hardly changes. For comparison, rounding a number
+# to bfloat16 costs up to :math:`2^{-8} = 0.004` of it, and to E4M3 up to
+# :math:`2^{-4} = 0.06`.
 #
 # So fast accumulation is fine for the output of a layer, where terms cancel and
-# K is the layer's width. For the gradient of a weight, a sum over all tokens,
-# pass ``IMPRECISE=128``. The first two columns of *How fast?* show its price.
+# K is the layer's width. For the gradient of a weight, K is the number of
+# tokens, often far more: pass ``IMPRECISE=128``. The first two columns of *How
+# fast?* show its price: in the record, most of what float8 gains over bfloat16.
 
 # %%
 # The op
@@ -295,11 +296,10 @@ from triton_gallery_ops.quantize import quantize_with_transpose
 # :math:`dW = g^T x`, where ``g`` is the gradient of ``y``. The tensor cores
 # want the axis that is summed over to be contiguous, so :math:`dx` needs ``W``
 # transposed, and :math:`dW` needs ``g`` and ``x`` transposed.
-# ``quantize_with_transpose`` (``quantize.py``) writes the float8 values, their
-# scale, the transposed values and their scale, in one pass. With one scale for
-# the whole tensor, both scales are the same. The gradient becomes E5M2, which
-# has one bit less of mantissa and a wider range; a product can mix it with
-# E4M3.
+# ``quantize_with_transpose`` (``quantize.py``) returns the float8 values, their
+# scale, the transposed values and their scale. With one scale for the whole
+# tensor, both scales are the same. The gradient becomes E5M2, which has one bit
+# less of mantissa and a wider range; a product can mix it with E4M3.
 
 TENSOR = -1, -1  # a block as large as the tensor: one scale
 
@@ -325,10 +325,10 @@ class Float8Linear(torch.autograd.Function):
 
 
 # %%
-# Does it train? Two layers learn what a random layer with a tanh does, in
-# bfloat16 and in float8, from the same weights. The losses may differ by 5 % in
-# any step, and must fall. (Without a GPU, float32 replaces bfloat16, which
-# Triton's interpreter computes wrongly.)
+# Does it train? Two layers learn to imitate a random layer with a tanh, one in
+# bfloat16 and one in float8, from the same weights. The losses may differ by
+# 5 % in any step, and must fall. (Triton's interpreter computes bfloat16
+# wrongly, so without a GPU we use float32.)
 
 ON_GPU = DEVICE.type == "cuda"
 WIDTH, STEPS = (1024, 200) if ON_GPU else (32, 12)

@@ -247,10 +247,10 @@ def replace(model, old, new):
 # ------------
 #
 # We compare the loss and all gradients with the same model in float64, and take
-# the largest error. (Llama's norms and loss compute in float32 even there, so
-# this is not exact.) The plain model in float32 has an error, too. The changed
-# one adds in another order, so we allow four times the plain one's, a margin
-# that we chose.
+# the largest error. (Llama's norms and loss compute in float32 even in that
+# model, so it is not exact.) The plain model in float32 has an error, too. The
+# changed one adds in another order, so we allow it four times the plain model's
+# error: a margin that we chose.
 #
 # A change that replaces nothing would pass, so ``check`` compares the layers'
 # classes, too. A norm that forgets its weight would pass in a new model, where
@@ -297,7 +297,7 @@ if __name__ == "__main__":
     assert kinds(model) == old
     print(f"replaced {count} norms, and put them back")
 
-    # Float32 hides where a norm rounds. In float16 another place would show.
+    # In float32 a misplaced rounding goes unseen; in float16 elements change.
     norm = build(torch.float16, TINY).model.norm
     x = torch.randn(200, 48, generator=generator, device=DEVICE).half()
     expected = norm(x)
@@ -416,9 +416,9 @@ if __name__ == "__main__":
 # What does it gain?
 # ------------------
 #
-# *ms* is the wall time of a step, with the CPU's launches, and *GiB* the most
-# memory that it takes, eager and under ``torch.compile``; *norms* has
-# ``FusedNorm`` alone. The last lines compare *patched* with *plain*.
+# Each way runs eager and under ``torch.compile``. *ms* is the wall time of a
+# step without an optimizer, and *GiB* its peak memory. *norms* replaces the
+# norms alone, by ``FusedNorm``. The last lines compare *patched* with *plain*.
 
 WAYS = {
     "plain": lambda model: None,
@@ -488,8 +488,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Our norm alone gains little time, eager or compiled: most of the gain is from
 # the other ops and the loss. ``torch.compile`` fuses many of the operators that
 # the ops replace, so under it the ops gain less time. It does not split the
-# loss, though, and needs the memory of all logits. Here it makes the patched
-# model no faster.
+# loss, though, and needs the memory of all logits. Here ``torch.compile`` makes
+# the patched model no faster.
 
 # %%
 # Exercises
