@@ -127,6 +127,10 @@ def test_kernels_have_a_kind(kernel: str, kind: str) -> None:
     assert models.kind_of(kernel) == kind
 
 
+def test_rate_lies_within_the_times() -> None:
+    assert models.rate([4.0, 30.0, 3.0]) == pytest.approx([4.0, 3.4, 19.6])
+
+
 def test_rounds_fit_the_memory() -> None:
     """Whoever takes its most of a round finds it, while all others hold theirs; an H200 needs two rounds."""
     every, memory = [*models.cases()], 0.9 * 139.8

@@ -185,7 +185,7 @@ def milliseconds(call: Callable[[], Any]) -> float:
 
 def rate(times: list[float]) -> Rate:
     """Return the median, the 20th and the 80th percentile."""
-    quantiles = statistics.quantiles(times, n=5)
+    quantiles = statistics.quantiles(times, n=5, method="inclusive")
     return [statistics.median(times), quantiles[0], quantiles[3]]
 
 
