@@ -257,3 +257,11 @@ def test_pages_show_the_record(project: Project) -> None:
         "ops, 70.0 ms with Liger-Kernel and 75.0 ms without, and 17.2 GiB instead of 19.2 (Test GPU 9000, 2026-01-02)"
         in home
     )
+
+
+def test_check_records_names_cases_with_older_ops(project: Project) -> None:
+    first, second = of_model("train base-2048 ours")
+    keep(project.root / "docs" / "_records", [a_row(first, code_hash="0" * 16), a_row(second)])
+    status, output = project.run("check-records")
+    assert status == 1
+    assert output.splitlines()[-1] == f"make models was run with older code: {first}"

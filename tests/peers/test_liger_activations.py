@@ -90,9 +90,9 @@ def test_experts(sizes):
     experts = scores.topk(2).indices
 
     def theirs(x, weights, gate_up, down):
-        each_expert = torch.einsum("th,efh->tef", x, gate_up)
+        each_expert = torch.einsum("th,nfh->tnf", x, gate_up)
         gate, up = each_expert.chunk(2, -1)
-        results = torch.einsum("tef,ehf->teh", F.silu(gate) * up, down)
+        results = torch.einsum("tnf,nhf->tnh", F.silu(gate) * up, down)
         chosen = results.gather(1, experts[..., None].expand(-1, -1, hidden))
         return (weights[..., None] * chosen).sum(1)
 

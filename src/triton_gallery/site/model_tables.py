@@ -128,7 +128,7 @@ def _ratio(group: dict[str, ModelRow], way: str) -> str:
 
 def _steps(rows: Sequence[ModelRow]) -> nodes.Node:
     """Return the table of training: times, memory and rates."""
-    titles = ["model", "", *(f"{TITLES[way]} (ms)" for way in WAYS), "plain / patched", "Liger / patched"]
+    titles = ["model", "mode", *(f"{TITLES[way]} (ms)" for way in WAYS), "plain / patched", "Liger / patched"]
     titles += [f"{TITLES[way]} (GiB)" for way in WAYS] + [f"{TITLES[way]} (tokens/s)" for way in WAYS]
     lines = []
     for group in _groups(rows):
@@ -137,17 +137,17 @@ def _steps(rows: Sequence[ModelRow]) -> nodes.Node:
         memory = [f"{row.training.gib:.1f}" if row and row.training else "" for row in of_ways]
         rates = [f"{row.tokens_per_second:.0f}" if row else "" for row in of_ways]
         lines.append([*_first(group), *times, *(_ratio(group, way) for way in (PLAIN, LIGER)), *memory, *rates])
-    return table(titles, lines, "libraries", "models")
+    return table(titles, lines, "libraries")
 
 
 def _speeds(rows: Sequence[ModelRow]) -> nodes.Node:
     """Return the table of generation."""
-    titles = ["model", "", *(TITLES[way] for way in WAYS), "patched / plain", "patched / Liger"]
+    titles = ["model", "mode", *(TITLES[way] for way in WAYS), "patched / plain", "patched / Liger"]
     lines = []
     for group in _groups(rows):
         rates = [f"{row.tokens_per_second:.0f}" if (row := group.get(way)) else "" for way in WAYS]
         lines.append([*_first(group), *rates, *(_ratio(group, way) for way in (PLAIN, LIGER))])
-    return table(titles, lines, "libraries", "models")
+    return table(titles, lines, "libraries")
 
 
 def _profiles(rows: Sequence[ModelRow]) -> nodes.Node:
@@ -158,7 +158,7 @@ def _profiles(rows: Sequence[ModelRow]) -> nodes.Node:
             profile = row.training.profile
             times = [*(profile.kinds[kind] for kind in KINDS), profile.idle]
             lines.append([*_first({row.case.way: row}), TITLES[row.case.way], *(f"{time:.1f}" for time in times)])
-    return table(["model", "", "", *KINDS, "idle"], lines, "libraries", "models")
+    return table(["model", "mode", "way", *KINDS, "idle"], lines, "libraries")
 
 
 def _losses(rows: Sequence[ModelRow]) -> list[nodes.Node]:
