@@ -235,16 +235,19 @@ def test_pages_show_the_record(project: Project) -> None:
         "make models on Test GPU 9000 · 2026-01-02 · driver 1.2 · torch 2.99 · triton 3.99 · transformers 5.24.0 · "
         "liger-kernel 0.8.5 · commit 0123456789" in text
     )
-    model = f"Llama of 8 layers of 2048, 4{BY}2048 tokens"
-    generated = ["1707", "1829", "2133", "1.25", "1.17"]
-    figures = ["75.0", "70.0", "60.0", "1.25", "1.17", "19.2", "18.2", "17.2", "109227", "117029", "136533"]
-    of_kinds = ["20.0", "10.0", "4.0", "3.0", "2.0", "1.0"]
-    rows = cells(page)
-    assert rows[:2] == [[model, "eager, of older code", *figures], [model, "compiled", *figures]]
-    profiles = [row for row in rows if row[3:9] == of_kinds]
-    assert [row[2] for row in profiles] == ["plain", "Liger", "patched"] * 2
-    assert [row[9] for row in profiles[:3]] == ["35.0", "30.0", "20.0"]
-    assert rows[-1] == [f"Llama of 8 layers of 2048, 32{BY}128 tokens", "eager, of older code", *generated]
+    assert f"Layers of the Llamas: base, 8 of 2048. A batch is sequences {BY.strip()} tokens" in text
+    model, of_kinds = f"base, 4{BY}2048", ["20.0", "10.0", "4.0", "3.0", "2.0", "1.0"]
+    modes = ["eager, of older code", "compiled"]
+    rows = [[cell.replace("\N{NO-BREAK SPACE}", " ") for cell in row] for row in cells(page)]
+    assert rows[:2] == [[model, mode, "75.0", "70.0", "60.0", "19.2", "18.2", "17.2"] for mode in modes]
+    rates = ["109227", "117029", "136533", "1.25", "1.17"]
+    assert rows[2:4] == [[f"train, {model}", mode, *rates] for mode in modes]
+    rates = ["1707", "1829", "2133", "1.25", "1.17"]
+    assert rows[4] == [f"generate, base, 32{BY}128", modes[0], *rates]
+    ways = ["plain, eager", "Liger, eager", "patched, eager, of older code"]
+    ways += ["plain, compiled", "Liger, compiled", "patched, compiled"]
+    idle = ["35.0", "30.0", "20.0"] * 2
+    assert rows[5:] == [[model, way, *of_kinds, time] for way, time in zip(ways, idle, strict=True)]
     (chart,) = page.select(".chart")
     names = ["plain, eager", "Liger, eager", "Triton, patched, eager"]
     series = {series.text.strip(): series["data-rates"] for series in chart.select(".series[data-rates]")}

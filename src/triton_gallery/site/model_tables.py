@@ -7,7 +7,7 @@ from docutils import nodes
 from sphinx.environment import BuildEnvironment
 from sphinx.util.docutils import SphinxDirective
 
-from triton_gallery.libraries.model_rows import GENERATE, KINDS, LIGER, OURS, PLAIN, TRAIN, WAYS, Case, ModelRow
+from triton_gallery.libraries.model_rows import KINDS, LIGER, OURS, PLAIN, WAYS, Case, ModelRow
 from triton_gallery.recipe.tables import TRITON, Table
 from triton_gallery.site import page_context
 from triton_gallery.site.chart import chart
@@ -18,6 +18,7 @@ from triton_gallery.site.render import folded, html, older, page_link, paragraph
 COMMAND = "make models"
 PAGE = "guide/transformers"
 TITLES = {PLAIN: "plain", LIGER: "Liger", OURS: "patched"}
+BY, NO_BREAK = "\N{MULTIPLICATION SIGN}", "\N{NO-BREAK SPACE}"
 STATES = {False: "eager", True: "compiled"}
 
 
@@ -79,13 +80,17 @@ def _of_device(rows: Sequence[ModelRow]) -> list[nodes.Node]:
     about: list[nodes.Node] = [
         paragraph(nodes.literal("", COMMAND), " on ", nodes.strong("", rows[0].environment.name), run) for run in runs
     ]
-    training, generation = ([row for row in rows if row.case.work == work] for work in (TRAIN, GENERATE))
-    parts = [*about]
+    sizes = {row.case.size: row.config for row in rows}
+    layers = (f"{size}, {config['num_hidden_layers']} of {config['hidden_size']}" for size, config in sizes.items())
+    words = (
+        f"Layers of the Llamas: {'; '.join(layers)}. A batch is sequences {BY} tokens, those to generate {BY} prompt."
+    )
+    parts = [*about, paragraph(words)]
+    if training := [row for row in rows if row.training]:
+        parts += [_steps(training), *_losses(training)]
+    parts.append(_speeds(rows))
     if training:
-        parts += [nodes.rubric("", "Training"), _steps(training), *_losses(training)]
         parts += folded("GPU time of a step by kind of kernel, in milliseconds", [_profiles(training)])
-    if generation:
-        parts += [nodes.rubric("", "Generation, tokens a second"), _speeds(generation)]
     return parts
 
 
@@ -101,8 +106,13 @@ def _run(row: ModelRow) -> str:
 def _model(row: ModelRow) -> str:
     """Return what a model is, and its batch."""
     layers, hidden = row.config["num_hidden_layers"], row.config["hidden_size"]
-    batch = f"{row.case.batch} \N{MULTIPLICATION SIGN} {row.case.length} tokens"
+    batch = f"{row.case.batch} {BY} {row.case.length} tokens"
     return f"a Llama of {layers} layers of {hidden}, {batch}"
+
+
+def _batch(row: ModelRow) -> str:
+    """Return the name of a model, and its batch, on one line."""
+    return f"{row.case.size}, {row.case.batch} {BY} {row.case.length}".replace(" ", NO_BREAK)
 
 
 def _groups(rows: Sequence[ModelRow]) -> list[dict[str, ModelRow]]:
@@ -116,8 +126,7 @@ def _groups(rows: Sequence[ModelRow]) -> list[dict[str, ModelRow]]:
 def _first(group: dict[str, ModelRow]) -> list[str]:
     """Return the first cells of a line: the model, and whether it is compiled."""
     row = next(iter(group.values()))
-    stale = any(not row.is_fresh for row in group.values())
-    return [_model(row).removeprefix("a "), STATES[row.case.compiled] + older(not stale)]
+    return [_batch(row), STATES[row.case.compiled] + older(all(row.is_fresh for row in group.values()))]
 
 
 def _ratio(group: dict[str, ModelRow], way: str) -> str:
@@ -127,26 +136,26 @@ def _ratio(group: dict[str, ModelRow], way: str) -> str:
 
 
 def _steps(rows: Sequence[ModelRow]) -> nodes.Node:
-    """Return the table of training: times, memory and rates."""
-    titles = ["model", "mode", *(f"{TITLES[way]} (ms)" for way in WAYS), "plain / patched", "Liger / patched"]
-    titles += [f"{TITLES[way]} (GiB)" for way in WAYS] + [f"{TITLES[way]} (tokens/s)" for way in WAYS]
+    """Return the table of training: times and memory of a step."""
+    titles = ["training step", "mode", *(f"{TITLES[way]} ({unit})" for unit in ("ms", "GiB") for way in WAYS)]
     lines = []
     for group in _groups(rows):
         of_ways = [group.get(way) for way in WAYS]
         times = [f"{row.ms[0]:.1f}" if row else "" for row in of_ways]
         memory = [f"{row.training.gib:.1f}" if row and row.training else "" for row in of_ways]
-        rates = [f"{row.tokens_per_second:.0f}" if row else "" for row in of_ways]
-        lines.append([*_first(group), *times, *(_ratio(group, way) for way in (PLAIN, LIGER)), *memory, *rates])
+        lines.append([*_first(group), *times, *memory])
     return table(titles, lines, "libraries")
 
 
 def _speeds(rows: Sequence[ModelRow]) -> nodes.Node:
-    """Return the table of generation."""
-    titles = ["model", "mode", *(TITLES[way] for way in WAYS), "patched / plain", "patched / Liger"]
+    """Return the table of rates, and how many times as fast a patched model is."""
+    titles = ["tokens/s", "mode", *(TITLES[way] for way in WAYS), "patched / plain", "patched / Liger"]
     lines = []
     for group in _groups(rows):
+        work = next(iter(group.values())).case.work
         rates = [f"{row.tokens_per_second:.0f}" if (row := group.get(way)) else "" for way in WAYS]
-        lines.append([*_first(group), *rates, *(_ratio(group, way) for way in (PLAIN, LIGER))])
+        model, mode = _first(group)
+        lines.append([f"{work}, {model}", mode, *rates, *(_ratio(group, way) for way in (PLAIN, LIGER))])
     return table(titles, lines, "libraries")
 
 
@@ -157,8 +166,9 @@ def _profiles(rows: Sequence[ModelRow]) -> nodes.Node:
         if row.training:
             profile = row.training.profile
             times = [*(profile.kinds[kind] for kind in KINDS), profile.idle]
-            lines.append([*_first({row.case.way: row}), TITLES[row.case.way], *(f"{time:.1f}" for time in times)])
-    return table(["model", "mode", "way", *KINDS, "idle"], lines, "libraries")
+            model, mode = _first({row.case.way: row})
+            lines.append([model, f"{TITLES[row.case.way]}, {mode}", *(f"{time:.1f}" for time in times)])
+    return table(["training step", "mode", *KINDS, "idle"], lines, "libraries")
 
 
 def _losses(rows: Sequence[ModelRow]) -> list[nodes.Node]:
@@ -168,7 +178,7 @@ def _losses(rows: Sequence[ModelRow]) -> list[nodes.Node]:
         if row.training:
             title = f"{TITLES[row.case.way]}, {STATES[row.case.compiled]}"
             name = f"{TRITON}, {title}" if row.case.way == OURS else title
-            by_model.setdefault(_model(row).removeprefix("a "), {})[name] = row.training.losses
+            by_model.setdefault(_batch(row), {})[name] = row.training.losses
     panels = []
     for model, losses in by_model.items():
         longest = max(map(len, losses.values()))
