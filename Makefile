@@ -14,6 +14,10 @@
 # DASK             a Dask scheduler's address: record on the GPU workers of its cluster
 # INSECURE=1       allow DASK=tcp://... on another machine
 #
+# For make models:
+# CASES        words of the cases to measure, as CASES="train base-2048 ours"; all without it
+# SECONDS      after which it stops
+#
 # For make versions:
 # TRITON       one or several of the versions listed in docs/_versions/pairs.txt, or next, the newest that was released
 # WITH         other packages to install over the pins
@@ -77,8 +81,8 @@ versions: $(TEST_READY)  ## try lessons, ops, kernels and features with each Tri
 newest: $(TEST_READY)  ## try with the newest of these Tritons what has not passed; start nothing after two minutes
 	@"$(PY)" -m triton_gallery versions --triton newest --seconds 120 $(RECIPE)
 
-models: $(SITE_READY)  ## on a GPU host, measure models as they are, with Liger and with the ops
-	@"$(PY)" -m triton_gallery.libraries.models
+models: $(SITE_READY)  ## on a GPU host, measure models as they are, with Liger and with the ops, and record it
+	@"$(PY)" -m triton_gallery.libraries.models $(CASES) $(if $(SECONDS),--seconds $(SECONDS))
 
 measure-versions: $(SITE_READY)  ## on a GPU host, measure ops under another Triton: TRITON=folder
 	@"$(PY)" -m triton_gallery.versions.measure $(addprefix --triton ,$(or $(TRITON),$(error name a folder: make measure-versions TRITON=folder))) \

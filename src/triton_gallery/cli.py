@@ -30,6 +30,7 @@ from triton_gallery.execute.sanitize import sanitize
 from triton_gallery.execute.settings import read
 from triton_gallery.figures.compare import compare
 from triton_gallery.figures.measurements import Measurement, all_recorded
+from triton_gallery.libraries import model_rows
 from triton_gallery.libraries.library_rows import load_all
 from triton_gallery.recipe.contents import Recipe, load
 from triton_gallery.recipe.device import NoEnvironmentError, detect
@@ -264,7 +265,7 @@ def sanitize_recipes(options: argparse.Namespace) -> int:
 
 
 def check_records(options: argparse.Namespace) -> int:
-    """List the recipes whose record is missing or stale, and those whose figures beside other libraries are stale."""
+    """List the recipes whose record is missing or stale, or whose figures beside other libraries are; and models."""
     recipes, wanting = _recipes(options.recipe), 0
     stale = {row.recipe for row in load_all(RECORDS) if not row.is_fresh(recipes)}
     for recipe in recipes:
@@ -275,7 +276,10 @@ def check_records(options: argparse.Namespace) -> int:
             wanting += 1
             console.print(f"{recipe.key:<32} {', '.join(faults)}")
     console.print(f"{wanting} of {len(recipes)} recipes want a new record")
-    return int(wanting > 0)
+    models = [] if options.recipe else [row.case for row in model_rows.load_all(RECORDS) if not row.is_fresh]
+    if models:
+        console.print(f"make models was run with older code: {', '.join(map(str, models))}")
+    return int(bool(wanting or models))
 
 
 def print_compiled(options: argparse.Namespace) -> int:

@@ -13,10 +13,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from project import ROOT
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from triton_gallery.libraries import models
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CLASSES = {
@@ -362,6 +365,21 @@ def test_generate(pair: Callable[[str], tuple[Any, Any]], kind: str, cache: str)
         assert torch.equal(one, other)
         assert one.shape == (BATCH, LENGTH + 3)
         assert called.ops & {"flash_attention", "varlen_attention_forward"}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma"])
+@pytest.mark.parametrize("cache", ["offloaded", "offloaded_static", "quantized"])
+def test_generate_with_other_caches(pair: Callable[[str], tuple[Any, Any]], kind: str, cache: str) -> None:
+    """Those that lie on the CPU, and one of float8; the other quantized ones want a library each."""
+    if cache != "quantized" and DEVICE == "cpu":
+        pytest.skip("transformers keeps such a cache with CUDA's streams")
+    options = {"max_new_tokens": 3, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
+    if cache == "quantized":
+        options["cache_config"] = {"backend": "fp8"}
+    with Called() as called:
+        one, other = (m.generate(tokens(), attention_mask=mask_of("left"), **options) for m in pair(kind))
+    assert torch.equal(one, other)
+    assert called.ops & {"flash_attention", "varlen_attention_forward"}
 
 
 @pytest.mark.parametrize(("kind", "padding"), [("llama", "none"), ("llama", "left"), ("gpt2", "left")])
@@ -759,3 +777,38 @@ def test_torch_compile_makes_one_graph(hf: ModuleType) -> None:
         [sys.executable, "-c", GRAPHS], env={**os.environ, **variables}, capture_output=True, text=True, check=False
     )
     assert done.stdout == "1 False\n1 False\n", done.stderr
+
+
+# `make models`
+@pytest.mark.parametrize("work", ["train", "generate"])
+def test_models_are_measured(hf: ModuleType, monkeypatch: pytest.MonkeyPatch, work: str) -> None:
+    """A tiny case is, as large ones on a GPU; its losses fall, and what is found can be sent."""
+    assert hf
+    asked: list[str] = []
+    for name, value in {"ask": asked.append, "WARM": 1, "STEPS": 2, "TOKENS": 3, "CALLS": 2}.items():
+        monkeypatch.setattr(models, name, value)
+    case = models.Case(work, "tiny", 2, 12, "ours", False)
+    measure = getattr(models, work)(case, models.build(case))
+    assert asked == ["room"], "it says when it needs memory"
+    found = measure()
+    assert msgspec.json.decode(msgspec.json.encode(found), type=models.Measured) == found
+    assert found.ms[0] > 0
+    if work == "generate":
+        assert (found.tokens, found.training) == (2 * 3, None)
+        return
+    first, second, third = found.training.losses
+    assert first > second > third
+    assert sum(found.training.profile.kinds.values()) > 0
+
+
+def test_compiled_model_asks_once_it_is_compiled(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its forward and backward are compiled before it asks for memory, and it asks once."""
+    calls = []
+    monkeypatch.setattr(models, "ask", calls.append)
+    compiler = importlib.import_module("torch._inductor.compile_fx")
+    monkeypatch.setattr(compiler, "compile_fx", lambda graph, inputs: calls.append("compiled") or graph.forward)
+    model = make("llama").train()
+    forward = models.compiled_early(model)
+    for _ in range(2):
+        forward(tokens(), labels=tokens(), attention_mask=mask_of("ones"), use_cache=False).loss.backward()
+    assert calls == ["compiled", "room"]

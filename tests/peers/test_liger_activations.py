@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from comparing import check
 from references import rotate, tables, turned
-from setting import BF16, F16, F32, F64, composed, each, light, not_taken, pick, randint, randn
+from setting import BF16, F16, F32, F64, composed, each, light, not_taken, pick, rand, randint, randn
 
+from triton_gallery_ops.moe_layer import moe_layer
 from triton_gallery_ops.rope import rope
 from triton_gallery_ops.softmax import softmax
 from triton_gallery_ops.softmax_long import softmax_long
@@ -80,9 +81,24 @@ def test_geglu(sizes):
     check(ours, mlp(lambda gate, up: F.gelu(gate, approximate="tanh") * up), inputs, 1e-0, 1e-5)
 
 
-@each("sizes", (2, 256, 256, 512), (6, 42, 123, 431))
+@each("sizes", (2, 256, 256, 512), (6, 42, 123, 431), cpu=[(2, 5, 30, 70)])
 def test_experts(sizes):
-    not_taken("experts")
+    """LigerExperts, as in Mixtral: two of eight for each token."""
+    batch, length, hidden, inner = sizes
+    light(batch * length * inner, 1 << 13)
+    scores = rand(batch * length, 8)
+    experts = scores.topk(2).indices
+
+    def theirs(x, weights, gate_up, down):
+        each_expert = torch.einsum("th,nfh->tnf", x, gate_up)
+        gate, up = each_expert.chunk(2, -1)
+        results = torch.einsum("tnf,nhf->tnh", F.silu(gate) * up, down)
+        chosen = results.gather(1, experts[..., None].expand(-1, -1, hidden))
+        return (weights[..., None] * chosen).sum(1)
+
+    shapes = (batch * length, hidden), (batch * length, 2), (8, 2 * inner, hidden), (8, hidden, inner)
+    ours = lambda x, weights, gate_up, down: moe_layer(x, weights, experts, gate_up, down)  # noqa: E731
+    check(ours, theirs, [randn(*shape) for shape in shapes], 1e-0, 1e-5)
 
 
 # --- RoPE

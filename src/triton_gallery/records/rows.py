@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Generic, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Protocol, TypeVar
 
 from msgspec import Meta, field
 
@@ -19,7 +19,7 @@ from triton_gallery.recipe.measured import op_hash
 from triton_gallery.recipe.tables import BYTES, OPERATIONS
 from triton_gallery.records.files import BadRecordError, Commit, decode, slug, write
 
-Key = tuple[str, str, tuple[int, ...]]
+Key = tuple[Any, ...]  # its first item has the name of the file behind its last slash
 Rate = Annotated[list[Annotated[float, Meta(gt=0)]], Meta(min_length=3, max_length=3)]  # median, 20th, 80th percentile
 
 
@@ -52,7 +52,7 @@ class Row(Data, frozen=True):
             raise ValueError("its device is no GPU")
 
     @property
-    def key(self) -> Key:
+    def key(self) -> tuple[str, str, tuple[int, ...]]:
         """What it is the row of; another one of the same takes its place."""
         return self.recipe, self.work, tuple(self.shape)
 
@@ -66,7 +66,19 @@ class Row(Data, frozen=True):
         return any(recipe.key == self.recipe and op_hash(recipe) == self.op_hash for recipe in recipes)
 
 
-R = TypeVar("R", bound=Row)
+class Measured(Protocol):
+    """What all rows have, also those of no recipe."""
+
+    @property
+    def key(self) -> Key:
+        """What it is the row of; another one of the same takes its place."""
+
+    @property
+    def environment(self) -> Environment:
+        """What executed it."""
+
+
+R = TypeVar("R", bound=Measured)
 
 
 class Rows(Data, Generic[R], frozen=True):

@@ -8,8 +8,9 @@ from pathlib import Path
 from sphinx.environment import BuildEnvironment
 
 from triton_gallery.figures.ratios import Summary, summaries
-from triton_gallery.libraries import library_rows
+from triton_gallery.libraries import library_rows, model_rows
 from triton_gallery.libraries.library_rows import LibraryRow
+from triton_gallery.libraries.model_rows import ModelRow
 from triton_gallery.recipe.contents import Recipe, load
 from triton_gallery.recipe.declaration import Declaration, declaration
 from triton_gallery.recipe.inline import OPS, ops_in
@@ -150,6 +151,11 @@ def beside_libraries(env: BuildEnvironment) -> list[LibraryRow]:
 def versions(env: BuildEnvironment) -> list[VersionRow]:
     """Return our ops' figures under several versions of Triton."""
     return rates.load_all(records(env).folder)
+
+
+def models(env: BuildEnvironment) -> list[ModelRow]:
+    """Return the figures of models of the transformers library, by device."""
+    return model_rows.load_all(records(env).folder)
 
 
 def benchmarks(env: BuildEnvironment, page: RecipePage) -> list[Summary]:
