@@ -9,6 +9,7 @@ from comparing import check
 from references import rotate, tables, turned
 from setting import BF16, F16, F32, F64, composed, each, light, not_taken, pick, randint, randn
 
+from triton_gallery_ops.moe_layer import moe_layer
 from triton_gallery_ops.rope import rope
 from triton_gallery_ops.softmax import softmax
 from triton_gallery_ops.softmax_long import softmax_long
@@ -80,9 +81,27 @@ def test_geglu(sizes):
     check(ours, mlp(lambda gate, up: F.gelu(gate, approximate="tanh") * up), inputs, 1e-0, 1e-5)
 
 
-@each("sizes", (2, 256, 256, 512), (6, 42, 123, 431))
-def test_experts(sizes):
-    not_taken("experts")
+@each("sizes", (2, 256, 256, 512), (6, 42, 123, 431), cpu=[(1, 9, 20, 24)])
+@each("dtype, atol, rtol", (F32, 1e-3, 1e-4), (BF16, 1e-1, 1e-2))
+def test_experts(sizes, dtype, atol, rtol):
+    """LigerExperts, with the tolerances of LigerFusedMoEFunction: each token has two of eight experts."""
+    batch, length, hidden, inner = sizes
+    tokens = batch * length
+    light(tokens * inner, 1 << 9)
+    weights, experts = randn(tokens, 8).softmax(-1).topk(2)
+    shapes = (tokens, hidden), (8, 2 * inner, hidden), (8, hidden, inner)
+    x, gate_up, down = (randn(*shape, dtype=dtype) for shape in shapes)
+
+    def theirs(x, weights, gate_up, down):
+        rows = []
+        for choice in range(2):
+            gate, up = torch.einsum("th,tfh->tf", x, gate_up[experts[:, choice]]).chunk(2, -1)
+            y = torch.einsum("tf,thf->th", F.silu(gate) * up, down[experts[:, choice]])
+            rows.append(y * weights[:, choice, None])
+        return sum(rows).to(x.dtype)
+
+    ours = lambda x, weights, *rest: moe_layer(x, weights, experts.int(), *rest)  # noqa: E731
+    check(ours, theirs, (x, weights.to(dtype), gate_up / hidden**0.5, down / inner**0.5), atol, rtol)
 
 
 # --- RoPE
