@@ -47,6 +47,7 @@ After this page you can
 import os
 from functools import partial
 
+import matplotlib.pyplot as plt
 import pandas as pd
 import torch
 
@@ -226,17 +227,15 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     time_forward(add_up=add_up)
 
 # %%
-# ``add_up`` is faster than PyTorch at every size, and than ``torch.compile`` at
-# the largest, but far below the roof everywhere.
-#
 # Many tokens at once
 # -------------------
 #
-# The kernel handles one token after another. With a tile of several tokens, all
-# of their loads are under way at once. The accumulator ``sums`` is a tile of
-# that shape, too: inside the loop each thread adds to its own elements, and the
-# tile's rows are added up once, after the loop. ``tl.histogram(experts, N,
-# mask)`` counts how often each of 0 to N - 1 is in a tile; N is a power of two.
+# The rate is far below the roof. The kernel handles one token after another;
+# with a tile of several tokens, all of their loads are under way at once. The
+# accumulator ``sums`` is a tile of that shape, too: inside the loop each thread
+# adds to its own elements, and the tile's rows are added up once, after the
+# loop. ``tl.histogram(experts, N, mask)`` counts how often each of 0 to N - 1
+# is in a tile; N is a power of two.
 
 
 @triton.jit
@@ -304,9 +303,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     time_forward(add_up=add_up, add_up_tiles=add_up_tiles)
 
 # %%
-# Tiles gain at every size, most at the largest; only there are they faster than
-# ``torch.compile``. The time includes ``loss_of``, where several PyTorch
-# operators add up the programs' rows; the op has one kernel for that.
+# The time includes ``loss_of``, where several PyTorch operators add up the
+# programs' rows; the op has one kernel for that.
 #
 # The gradient
 # ------------
@@ -396,18 +394,20 @@ def update_(bias, offsets, rate):
 # experts, each a matrix, and a router that chooses two. We train it with no
 # remedy, with the auxiliary loss times 0.1, and with the bias. All tokens share
 # a large vector, so at first the router scores them alike. This runs on the
-# CPU: every machine draws the same. Below are the *idle* experts, with no token
-# in the last step, then the largest load, and the model's own loss.
+# CPU: every machine draws the same. The figure has the load of the busiest
+# expert and the number of *idle* experts, which have no token, for each step.
+# The printed loss is the model's own, in the last step.
 
 
 def train(way, N=512):
-    """Return loss and loads in the last of 500 steps, each of N tokens."""
+    """Return the loss after 500 steps of N tokens, and the loads in each."""
     normal = partial(torch.randn, generator=torch.Generator().manual_seed(1))
     # A kind's tokens are near its center; its map is what experts should learn.
     centers, maps = normal(16, 16) + 3 * normal(16), normal(16, 16, 16) / 4
     router = (normal(16, 8) / 4).requires_grad_()
     matrices, bias = torch.zeros(8, 16, 16, requires_grad=True), torch.zeros(8)
     optimizer = torch.optim.Adam([router, matrices], lr=0.01)
+    loads = []
     for _ in range(500):
         kind = torch.arange(N) % 16
         x = centers[kind] + 0.3 * normal(N, 16)
@@ -423,17 +423,25 @@ def train(way, N=512):
         optimizer.zero_grad()
         (loss + 0.1 * extra).backward()
         optimizer.step()
+        loads.append(chosen.sum(0))
         if way == "bias":
-            update_(bias, chosen.sum(0).cumsum(0), 0.01)
-    return loss.item(), chosen.sum(0)
+            update_(bias, loads[-1].cumsum(0), 0.01)
+    return loss.item(), torch.stack(loads)
 
 
 if __name__ == "__main__":
-    for way in ("nothing", "auxiliary loss", "bias"):
+    _, (above, below) = plt.subplots(2, sharex=True, layout="constrained")
+    ways = {"nothing": ":", "auxiliary loss": "--", "bias": "-"}
+    for way, line in ways.items():
         loss, loads = train(way)
-        idle, most = (loads == 0).sum(), loads.max() / loads.mean()
-        print(f"{way}: {idle} idle, {most:.1f} times the mean, loss {loss:.2f}")
-        assert (idle > 0) == (way == "nothing")
+        idle = (loads == 0).sum(1)
+        above.plot(loads.amax(1) / loads.mean(1), line)
+        below.plot(idle, line, label=way)
+        print(f"{way}: {idle[-1]} idle experts, loss {loss:.2f}")
+        assert (idle[-1] > 0) == (way == "nothing")
+    above.set(title="Largest load, in multiples of the mean", ylim=(0, None))
+    below.set(title="Idle experts, of eight", xlabel="step")
+    below.legend(loc="center right")
 
 # %%
 # With no remedy, some experts are idle, and the loss is the largest; with
@@ -499,9 +507,6 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     show(results_backward, "backward")
 
 # %%
-# The kernel saves GPU time in the forward pass. The backward pass that
-# ``torch.compile`` makes is about as fast as ours, and faster for few tokens.
-#
 # Exercises
 # ---------
 #
