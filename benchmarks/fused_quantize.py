@@ -5,12 +5,10 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from triton_gallery.libraries.workload import Bytes, Function, Workload, hidden
+from triton_gallery.libraries.workload import Bytes, Function, Workload, drawn, hidden
 
 BLOCKS = {"per row": (1, -1), "groups of 1 x 128": (1, 128)}
-# Of models, and three that no model has
-ODD = [(500, 5000), (1031, 11008), (16384, 1792)]
-GATED = [(128, 14336), (4096, 2880), (4096, 7168), (4096, 11008), (8192, 14336), *ODD]
+GATED = [(128, 14336), (4096, 2880), (4096, 7168), (4096, 11008), (8192, 14336)]
 EPS = 1e-6
 
 
@@ -95,14 +93,14 @@ WORKLOADS = [
             variant=f"RMSNorm, {variant}",
             ours=partial(of_norm, "fused_quantize_rms_norm", block_size),
             torch=norm(block_size),
-            shapes=hidden(*ODD),
+            shapes=hidden(*drawn(seed)),
             inputs=lambda random, shape: (random(shape).detach(), random(shape[-1:]).detach()),
             constants=(EPS,),
             forward=partial(floor, 1, 0),
             backward=None,
             alike=close,
         )
-        for variant, block_size in BLOCKS.items()
+        for seed, (variant, block_size) in enumerate(BLOCKS.items())
     ),
     *(
         Workload(
@@ -110,14 +108,14 @@ WORKLOADS = [
             variant=f"RMSNorm of a sum, {variant}",
             ours=partial(of_norm, "fused_quantize_rms_norm_residual", block_size),
             torch=norm_residual(block_size),
-            shapes=[(4096, 2880), (4096, 4096), (4096, 7168), (4096, 16384), *ODD],
+            shapes=[(4096, 2880), (4096, 4096), (4096, 7168), (4096, 16384), *drawn(seed)],
             inputs=lambda random, shape: (*(random(shape).detach() for _ in range(2)), random(shape[-1:]).detach()),
             constants=(EPS,),
             forward=partial(floor, 2, 1),
             backward=None,
             alike=close,
         )
-        for variant, block_size in BLOCKS.items()
+        for seed, (variant, block_size) in enumerate(BLOCKS.items(), 2)
     ),
     *(
         Workload(
@@ -125,12 +123,12 @@ WORKLOADS = [
             variant=f"SwiGLU, {variant}",
             ours=partial(of_swiglu, block_size),
             torch=swiglu(block_size),
-            shapes=GATED,
+            shapes=[*GATED, *drawn(seed)],
             inputs=lambda random, shape: (random((shape[0], 2 * shape[1])).detach(),),
             forward=partial(floor, 2, 0),
             backward=None,
             alike=close,
         )
-        for variant, block_size in BLOCKS.items()
+        for seed, (variant, block_size) in enumerate(BLOCKS.items(), 4)
     ),
 ]

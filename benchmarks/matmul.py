@@ -2,13 +2,12 @@
 
 # ruff: noqa: N806 - M, N and K are sizes, as in the recipe
 
-import math
 from functools import partial
 from operator import attrgetter
 from random import Random
 from typing import Any
 
-from triton_gallery.libraries.workload import Function, Product, Workload
+from triton_gallery.libraries.workload import Function, Product, Workload, drawn_size
 
 LARGEST = 16384
 SEEDS = (0, 1, 2)
@@ -21,17 +20,15 @@ def drawn(seed: int) -> list[tuple[int, int, int]]:
     One each has fewer than 64 rows; multiples of 8 that are none of 16; an odd N; and any sizes.
     """
     random = Random(seed)  # noqa: S311 - no secret
-
-    def size(least: int, most: int = LARGEST) -> int:
-        return round(math.exp(random.uniform(math.log(least), math.log(most))))
+    size = partial(drawn_size, random, most=LARGEST)
 
     def eight() -> int:
-        return size(64, LARGEST - 16) // 16 * 16 + 8
+        return size(64, most=LARGEST - 16) // 16 * 16 + 8
 
     return [
-        (size(1, 63), size(64), size(64)),
+        (size(1, most=63), size(64), size(64)),
         (eight(), eight(), eight()),
-        (size(64), size(64), size(64, LARGEST - 1) // 2 * 2 + 1),
+        (size(64), size(64), size(64, most=LARGEST - 1) // 2 * 2 + 1),
         (size(1), size(1), size(1)),
     ]
 

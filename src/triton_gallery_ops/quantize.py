@@ -514,10 +514,12 @@ def _quantize_rows(x, BN=None):
 def _quantize_format(dtype, device):
     """Return the dtype that kernels store, and what they know of theirs."""
     names = "MAX", "MANTISSA", "BIAS", "WIDTH", "LAST"
-    # Other GPUs have no instruction; the interpreter's cast loses a carry.
+    # Older GPUs have no instruction, and on 8.9 Triton's cast truncates to
+    # float16 first: https://github.com/triton-lang/triton/pull/11753. The
+    # interpreter's cast loses a carry.
     CAST = device.type == "cuda" and dtype.itemsize == 1
     if CAST and not torch.version.hip:
-        CAST = torch.cuda.get_device_capability(device) >= (8, 9)
+        CAST = torch.cuda.get_device_capability(device) >= (9, 0)
     plan = dict(zip(names, QUANTIZE_FORMATS[dtype], strict=True), CAST=CAST)
     # Without that instruction, and of 4-bit floats, the kernels store bits.
     bits = dtype != torch.int8 and not CAST
@@ -851,8 +853,8 @@ def quantize(
     block of a matrix. ``values`` has the shape of ``x`` and is contiguous;
     ``scales`` is float32 of shape (), (..., 1), or (ceil(M / rows),
     ceil(N / columns)). Deterministic, without a gradient. Raises TypeError for
-    other dtypes and ValueError for other blocks. It works on GPUs that have no
-    float8, too.
+    other dtypes, such as float8_e4m3fnuz of MI300, and ValueError for other
+    blocks. It works on GPUs that have no float8 or another one, too.
 
     A scale is the largest magnitude of its block over the largest number of
     ``dtype``: 448, 57344 or 127. It is at least 2**-126, and 1 for a block of

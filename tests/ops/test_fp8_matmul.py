@@ -1,6 +1,8 @@
 """The ops of the recipe FP8 matrix products, scaled per tensor and per row."""
 
-from types import ModuleType
+from contextlib import nullcontext
+from functools import partial
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -151,6 +153,30 @@ def test_layer_refuses(taken: ModuleType) -> None:
         taken.fp8_matmul_linear(x, w.half())
     with pytest.raises(ValueError, match=r"fp8_matmul_linear takes x \(\.\.\., K\) and weight \(N, K\)"):
         taken.fp8_matmul_linear(x, w[:, :16])
+
+
+@pytest.mark.parametrize(("backend", "arch"), [("cuda", 80), ("cuda", 89), ("hip", "gfx942")])
+def test_refuses_gpus(taken: ModuleType, monkeypatch: pytest.MonkeyPatch, backend: str, arch: int | str) -> None:
+    """A GPU without a copy engine is named, and MI300's own float8 is refused on each."""
+    target = SimpleNamespace(backend=backend, arch=arch)
+    utils = SimpleNamespace(get_device_properties=lambda _: {"multiprocessor_count": 9, "max_shared_mem": 7})
+    active = SimpleNamespace(get_current_target=lambda: target, utils=utils)
+    monkeypatch.setattr(taken.triton.runtime, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(torch.accelerator, "device_index", nullcontext)
+    look = partial(taken._fp8_matmul_gpu.__wrapped__, torch.device("cuda", 0))
+    with pytest.raises(RuntimeError, match=rf"takes tensors on NVIDIA GPUs .* 9\.0 .* this is {backend} {arch}$"):
+        look()
+    target.backend, target.arch = "cuda", 90
+    assert look() == (9, 7)
+
+
+def test_fnuz_is_refused(taken: ModuleType) -> None:
+    """The float8 of MI300 has another bias, and is named where it is refused."""
+    x, weight, *rest = arguments(Draw(torch.bfloat16), (3,), 16, 32)
+    for dtype in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz):
+        for pair in ((x.float().to(dtype), weight), (x, weight.float().to(dtype))):
+            with pytest.raises(TypeError, match=rf"^fp8_matmul takes float8_e4m3fn and float8_e5m2, not .*{dtype}"):
+                taken.fp8_matmul(*pair, *rest)
 
 
 # Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.

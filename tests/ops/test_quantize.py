@@ -366,6 +366,37 @@ def test_refusals(taken: ModuleType) -> None:
         taken.dequantize(x, scales, (1, 16))
 
 
+@pytest.mark.parametrize(
+    ("capability", "hip", "casts"),
+    [((8, 0), None, False), ((8, 9), None, False), ((9, 0), None, True), ((9, 4), "7", True)],
+)
+def test_gpus(
+    taken: ModuleType, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], hip: str | None, casts: bool
+) -> None:
+    """Where Triton's cast is not there, or does not round to the nearest, bits are stored; an MI300 has 9.4."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    for dtype in (E4M3, E5M2):
+        stored, plan = taken._quantize_format(dtype, torch.device("cuda", 0))
+        assert (stored, plan["CAST"]) == ((dtype, True) if casts else (torch.uint8, False))
+
+
+def test_fnuz_is_refused(taken: ModuleType) -> None:
+    """The float8 of MI300 has another bias, and is named where it is refused."""
+    x = problem(4, 32, torch.float32)
+    for dtype in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz):
+        for name, call in (
+            ("quantize", partial(taken.quantize, x, (1, -1))),
+            ("quantize_static", partial(taken.quantize_static, x, torch.ones((), device=DEVICE))),
+            ("quantize_with_transpose", partial(taken.quantize_with_transpose, x, (-1, -1))),
+            ("quantize_mx", partial(taken.quantize_mx, x)),
+        ):
+            with pytest.raises(TypeError, match=rf"^{name} takes .*float8_e4m3fn, .*, not {dtype}$"):
+                call(dtype=dtype)
+        with pytest.raises(TypeError, match=rf"^dequantize takes values of .*, not {dtype}"):
+            taken.dequantize(x.to(dtype), torch.ones(4, 1, device=DEVICE), (1, -1))
+
+
 # Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     (

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from random import Random
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -141,3 +142,21 @@ def layers(*tokens: int) -> list[tuple[int, int, int]]:
 def hidden(*more: tuple[int, int]) -> list[tuple[int, int]]:
     """Return sizes of activations: 4096 tokens of the hidden sizes of models, and further ones."""
     return [*((4096, size) for size in (768, 2048, 2880, 3584, 4096, 5120, 7168, 12288, 16384)), *more]
+
+
+def drawn_size(random: Random, least: int, most: int) -> int:
+    """Return a size, drawn alike over its logarithm."""
+    return round(math.exp(random.uniform(math.log(least), math.log(most))))
+
+
+def drawn(seed: int, least_unit: int = 1) -> list[tuple[int, int]]:
+    """Return sizes of activations that no model has: each 2**20 to 2**26 numbers, in rows of up to 16384.
+
+    In one, 128 divides a row; in one, 8 does, and 16 does not; in one, `least_unit` does.
+    """
+    random = Random(seed)  # noqa: S311 - no secret
+    shapes = []
+    for unit, rest in ((128, 0), (16, 8), (least_unit, 0)):
+        columns = drawn_size(random, 512, 16384 - unit) // unit * unit + rest
+        shapes.append((drawn_size(random, 2**20, 2**26) // columns, columns))
+    return shapes
