@@ -22,7 +22,10 @@ from torch.library import Library, custom_op, triton_op, wrap_triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from triton_gallery_ops.matmul import matmul
-from triton_gallery_ops.persistent_matmul import _persistent_matmul_copy
+from triton_gallery_ops.persistent_matmul import (
+    _persistent_matmul_copy,
+    _persistent_matmul_place,
+)
 
 LINEAR_GELU_NAMESPACE = "triton_gallery"
 LINEAR_GELU_THREAD = threading.local()
@@ -93,16 +96,6 @@ def _linear_gelu_phi(z, GELU: tl.constexpr):
 
 
 @triton.jit
-def _linear_gelu_place(tile, tiles_m, tiles_n):
-    """Return the row and the column of a tile: column by column, in groups."""
-    # Eight rows of tiles together: what is read again is still in L2.
-    first = tile // (8 * tiles_n) * 8
-    rows = tl.minimum(tiles_m - first, 8)
-    within = tile % (8 * tiles_n)
-    return first + within % rows, within // rows
-
-
-@triton.jit
 def _linear_gelu_add_bias(acc, bias_ptr, offs_n, N):
     bias = tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0)
     return acc + bias[None, :].to(acc.dtype)
@@ -128,7 +121,7 @@ def _linear_gelu_engine_kernel(
     first, programs = tl.program_id(axis=0), tl.num_programs(axis=0)
     # Flattened, the loads of the next tile begin before this one's epilogue.
     for tile in tl.range(first, tiles_m * tiles_n, programs, flatten=True):
-        pid_m, pid_n = _linear_gelu_place(tile, tiles_m, tiles_n)
+        pid_m, pid_n = _persistent_matmul_place(tile, tiles_m, tiles_n)
         # Rows and columns fit int32, whatever their product is.
         off_m, off_n = pid_m * BLOCK_M, pid_n * 2 * HALF
         acc = tl.zeros((BLOCK_M, 2 * HALF), dtype=tl.float32)
@@ -175,7 +168,7 @@ def _linear_gelu_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    pid_m, pid_n = _linear_gelu_place(
+    pid_m, pid_n = _persistent_matmul_place(
         tl.program_id(axis=0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     )
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)  # (BLOCK_M,)

@@ -617,7 +617,11 @@ BREAKS = [
     ("a result stored without a mask", "z * _linear_gelu_phi(z, GELU), mask=mask)", "z * _linear_gelu_phi(z, GELU))"),
     ("z stored without a mask", "tl.store(z_ptr + offs, z, mask=mask)", "tl.store(z_ptr + offs, z)"),
     ("x loaded past a row's end", "tl.load(x_ptrs, mask=mask_k[None, :], other=0).to(DOT)", "tl.load(x_ptrs).to(DOT)"),
-    ("half an accumulator", "    torch.float16: tl.float32,\n", "    torch.float16: tl.float16,\n"),
+    (
+        "half an accumulator",
+        "LINEAR_GELU_ACC = {\n    torch.float16: tl.float32,\n",
+        "LINEAR_GELU_ACC = {\n    torch.float16: tl.float16,\n",
+    ),
     ("rows taken for adjacent", "tl.minimum(offs_m, M - 1).to(tl.int64) * stride_xm", "tl.minimum(offs_m, M - 1) * K"),
     (
         "rows of weights taken for adjacent",
