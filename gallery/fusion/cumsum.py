@@ -573,9 +573,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # VEC* gains nothing at 1000. So the page does not show what the rows of 50257
 # wait for.
 #
-# The table with ever fewer rows shows the limit of this page. A row has one
-# program. If a GPU can run more programs at a time than there are rows, a part
-# of it is idle. On the page ``cumsum_long.py`` many programs share a row.
+# The table with ever fewer rows shows the limit of this page's kernels. A row
+# has one program. If a GPU can run more programs at a time than there are rows,
+# a part of it is idle. So the op has many programs share a row if there are
+# fewer than 128 long ones, as the page ``cumsum_long.py`` explains.
 
 # %%
 # Break it: the gradient by subtraction

@@ -17,8 +17,10 @@ import triton.language as tl
 from torch.library import Library, triton_op, wrap_triton
 
 from triton_gallery_ops.cumsum_long import (
+    _cumsum_long_check,
     _cumsum_long_kernel,
     _cumsum_long_launch_either,
+    _cumsum_long_turn,
 )
 
 CUMSUM_NAMESPACE = "triton_gallery"
@@ -28,34 +30,10 @@ CUMSUM_ACC = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
 }
-CUMSUM_LONGEST = 2**30  # elements; their offsets are int32
 CUMSUM_BLOCK = 1024  # elements that two warps scan at a time
 CUMSUM_FEW = 2048  # fewer rows take four times the block and twice the warps
 # Fewer rows than a GPU has multiprocessors, of several blocks, are shared.
 CUMSUM_SHARED = 128
-
-
-@triton.jit
-def _cumsum_swap(x, SIZE: tl.constexpr):
-    """Swap neighbouring pieces of SIZE elements."""
-    INT: tl.constexpr = tl.int64 if x.dtype == tl.float64 else tl.int32
-    pairs = tl.reshape(x, (x.numel // SIZE // 2, 2, SIZE))
-    pairs = pairs.to(INT, bitcast=True)
-    # Added as integers: additions would not keep the bits of a NaN or a -0.0.
-    swapped = tl.sum(pairs, axis=1, keep_dims=True, dtype=INT) - pairs
-    return tl.reshape(swapped.to(x.dtype, bitcast=True), x.shape)
-
-
-@triton.jit
-def _cumsum_turn(x, VEC: tl.constexpr):
-    """Turn round each vector of up to 8 elements."""
-    if VEC == 8:
-        x = _cumsum_swap(x, 4)
-    if VEC >= 4:
-        x = _cumsum_swap(x, 2)
-    if VEC >= 2:
-        x = _cumsum_swap(x, 1)
-    return x
 
 
 @triton.jit
@@ -90,23 +68,12 @@ def _cumsum_kernel(
         mask = (offs_m < M) & (offs >= 0 if REVERSE else offs < N)
         x = tl.load(x_rows + offs, mask=mask, other=0).to(ACC)
         if REVERSE:
-            x = _cumsum_turn(x, VEC)
+            x = _cumsum_long_turn(x, VEC)
         y = tl.cumsum(x, axis=1) + carry.to(ACC)  # (BLOCK_M, BLOCK_N)
         if REVERSE:
-            y = _cumsum_turn(y, VEC)
+            y = _cumsum_long_turn(y, VEC)
         tl.store(y_rows + offs, y, mask=mask)
         carry += tl.sum(x, axis=1, keep_dims=True)
-
-
-def _cumsum_check(name, x):
-    """Raise for what the ops do not take."""
-    if x.dtype not in CUMSUM_ACC:
-        raise TypeError(f"{name} takes floating dtypes, not {x.dtype}")
-    if x.shape[-1:].numel() > CUMSUM_LONGEST:
-        raise ValueError(
-            f"{name} takes rows of up to {CUMSUM_LONGEST} elements, "
-            f"not {x.shape[-1]}"
-        )
 
 
 def _cumsum_plan(x, stride, REVERSE):
@@ -129,14 +96,14 @@ def _cumsum_plan(x, stride, REVERSE):
 
 
 def _cumsum_launch_either(name, x, wrap, REVERSE):
-    _cumsum_check(name, x)
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if y.numel() == 0:
-        return y
+    _cumsum_long_check(name, x)
     N = int(x.shape[-1]) if x.ndim else 1
     if N > 4 * CUMSUM_BLOCK and x.numel() // N < CUMSUM_SHARED:
         shared = wrap(_cumsum_long_kernel)
         return _cumsum_long_launch_either(name, x, shared, REVERSE)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if y.numel() == 0:
+        return y
     x = x.reshape(-1, N)
     x = x if x.stride(1) == 1 else x.contiguous()
     M, stride = x.shape[0], int(x.stride(0))

@@ -1,9 +1,6 @@
 """The ops of the recipe All-gather and matmul, between ranks that share memory of the CPU, and its exercises."""
 
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +12,7 @@ from case import Case, Draw, Exact, Refused
 from collect_cases import require
 from hypothesis import strategies as st
 from inputs import FLOATS, sizes
+from ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # of NumPy's infinities, in the interpreter
 PATH = "several_gpus/all_gather_matmul.py"
@@ -295,15 +293,7 @@ def run(file: str | None, folder: Path, ranks: int, program: str, dtype: str = "
     """Run a program in ranks without a GPU, given the file of the op; return what they printed."""
     script = folder / "checks.py"
     script.write_text(program)
-    variables = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(script)]
-    environment = {**os.environ, **variables}
-    given = [file, dtype] if file else []
-    ended = subprocess.run(
-        [*command, *given], env=environment, capture_output=True, text=True, timeout=200, check=False
-    )
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
+    return run_ranks(script, ranks, *([file, dtype] if file else []))
 
 
 def assert_checked(said: str, ranks: int) -> None:

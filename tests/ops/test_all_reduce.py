@@ -1,9 +1,6 @@
 """The ops of the recipe All-reduce: sums of ranks that share memory of the CPU, and of one rank as any op's."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -16,6 +13,7 @@ from compiled import Ask, compiled
 from inputs import first_quickly
 from op_fixtures import recipe_in
 from project import ROOT
+from ranks import run_ranks
 
 from triton_gallery.recipe.op import op_of
 
@@ -330,13 +328,7 @@ def run(folder: Path, ranks: int, **files: str) -> str:
     """Run the last of some files in ranks without a GPU; return what they printed."""
     for name, text in files.items():
         (folder / f"{name}.py").write_text(text)
-    variables = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
-    script = str(folder / f"{name}.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", script]
-    environment = {**os.environ, **variables}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
+    return run_ranks(folder / f"{name}.py", ranks)
 
 
 def check_op(gallery: Path, folder: Path, ranks: int, checks: str) -> None:

@@ -5,7 +5,6 @@
 import inspect
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
@@ -21,6 +20,7 @@ from compiled import Ask, compiled
 from inputs import DEVICE
 from op_fixtures import recipe_in
 from project import ROOT, SOURCES
+from ranks import WITHOUT_GPUS, run_ranks
 
 from triton_gallery.recipe.op import op_of
 
@@ -276,12 +276,7 @@ def run(gallery: Path, folder: Path, ranks: int, checks: str | None) -> str:
             f'print(f"checked {{{"p.RANK" if checks == LESSON else "RANK"}}}\\n", end="")\n'
         )
     paths = (str(SOURCES.parent), str(ROOT / "tests" / "ops"), *filter(None, sys.path))
-    variables = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
-    environment = {**os.environ, **variables, "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(script)]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
+    return run_ranks(script, ranks, variables={**WITHOUT_GPUS, "PYTHONPATH": os.pathsep.join(paths)})
 
 
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.thorough)])

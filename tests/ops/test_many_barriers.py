@@ -1,15 +1,13 @@
 """Barriers between ranks hold thousands of times, whoever is late: sums would otherwise be too old or too new."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from collect_cases import require
 from op_fixtures import recipe_in
+from ranks import WITHOUT_GPUS, run_ranks
 
 from triton_gallery.recipe.op import op_of
 
@@ -64,16 +62,9 @@ def passed(gallery: Path, folder: Path, ranks: int, device: str, calls: int) -> 
     (folder / "taken.py").write_text(op.of("taken").code)
     script = folder / "stress.py"
     script.write_text(STRESS)
-    variables = {"OMP_NUM_THREADS": "1", "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-    if device == "cpu":
-        variables |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [*launch, str(script), device, str(calls)]
-    ended = subprocess.run(
-        command, env=os.environ | variables, capture_output=True, text=True, timeout=250, check=False
-    )
-    assert ended.returncode == 0, ended.stderr
-    return [int(count) for count in re.findall(r"passed (\d+) barriers", ended.stdout)]
+    on_gpus = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    said = run_ranks(script, ranks, device, str(calls), variables=on_gpus if device == "cuda" else WITHOUT_GPUS)
+    return [int(count) for count in re.findall(r"passed (\d+) barriers", said)]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

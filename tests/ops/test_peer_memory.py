@@ -1,9 +1,6 @@
 """The recipe One kernel, several GPUs: its kernels between ranks that share memory of the CPU, and its exercises."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -11,6 +8,7 @@ import pytest
 from collect_cases import require
 from compiled import Ask, compiled
 from project import ROOT
+from ranks import run_ranks
 
 PATH = "several_gpus/peer_memory.py"
 require(PATH.removesuffix(".py"))
@@ -54,12 +52,7 @@ def run(gallery: Path, folder: Path, ranks: int, checks: str | None = None) -> s
     if checks:
         script = folder / "checks.py"
         script.write_text(checks)
-    variables = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(script)]
-    environment = {**os.environ, **variables}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
+    return run_ranks(script, ranks)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.thorough)])

@@ -64,8 +64,10 @@ def chart(table: Table, place: str = "") -> str:
         rates = "".join(f'<text x="{at:.1f}%" y="100%">{name}</text>' for at, name in ticks)
         sizes = (f'<text y="{100 * row / count:.1f}%">{escape(x)}</text>' for row, x in enumerate(names))
     drawn = "".join(_series(table, name, axis) for name in table.series)
-    # Rates rise along the left side, and rows are named there: that side's title is at the top.
-    left, below = (_title(table), _size_title(table))[:: 1 if _is_ordered(table) else -1]
+    # The title of what stands at the left is at the top: rates, or the names of rows.
+    left, below = _title(table), _size_title(table)
+    if not _is_ordered(table):
+        left, below = below, left
     return (
         f'<div class="chart {kind}" style="--left:{max(len(name) for _, name in ticks)}ch">{_legend(table, left)}'
         f'<svg role="img" aria-label="{escape(label)}"{height}>'
