@@ -138,6 +138,12 @@ def make_project(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Proj
     return make
 
 
+@pytest.fixture
+def project(built: Project, tmp_path: Path) -> Project:
+    """Return a copy of the project that a module has built once."""
+    return built.copy(tmp_path / "project")
+
+
 @pytest.fixture(scope="session")
 def make_gpu_project(make_project: Callable[..., Project]) -> Callable[..., GpuProject]:
     """Return a function that makes a `GpuProject` of recipes."""

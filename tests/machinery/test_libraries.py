@@ -44,12 +44,6 @@ def built(make_project: Callable[..., Project]) -> Project:
     return project
 
 
-@pytest.fixture
-def project(built: Project, tmp_path: Path) -> Project:
-    """Return a copy of it."""
-    return built.copy(tmp_path / "project")
-
-
 def a_row(project: Project, name: str, work: str, shape: list[int], rates: dict, **others: object) -> LibraryRow:
     """Return a row of a recipe's present code."""
     (recipe,) = (recipe for recipe in load(project.root / "gallery") if recipe.name == name)

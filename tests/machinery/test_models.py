@@ -214,12 +214,6 @@ def built(make_project: Callable[..., Project]) -> Project:
     return project
 
 
-@pytest.fixture
-def project(built: Project, tmp_path: Path) -> Project:
-    """Return a copy of it."""
-    return built.copy(tmp_path / "project")
-
-
 def test_page_without_a_record(project: Project) -> None:
     assert "There is no record of make models yet." in article(project, "guide/transformers").text
     assert "whole model" not in article(project, "index").text

@@ -72,12 +72,6 @@ def built(make_project: Callable[..., Project]) -> Project:
     return project
 
 
-@pytest.fixture
-def project(built: Project, tmp_path: Path) -> Project:
-    """Return a copy of it."""
-    return built.copy(tmp_path / "project")
-
-
 def recipe(project: Project) -> Recipe:
     """Return the one recipe."""
     return load(project.root / "gallery")[0]

@@ -40,12 +40,6 @@ def built(make_project: Callable[..., Project]) -> Project:
     return project
 
 
-@pytest.fixture
-def project(built: Project, tmp_path: Path) -> Project:
-    """Return a copy of it."""
-    return built.copy(tmp_path / "project")
-
-
 def came(rate: float | None, seconds: float = 1.5, assembler: str = "12.8") -> Contender:
     """Return what came of one version of Triton."""
     band = rate and [rate, rate - 1, rate + 1]
