@@ -237,7 +237,7 @@ BREAKS = [
     ("vectors that are not turned", "            x = _cumsum_long_turn(x, VEC)\n", "            x += 0\n"),
     ("sums that are not turned back", "            y = _cumsum_long_turn(y, VEC)\n", "            y += 0\n"),
     ("few rows that are not shared", "CUMSUM_SHARED = 128", "CUMSUM_SHARED = 0"),
-    ("short rows that are shared", "if N > 4 * CUMSUM_BLOCK and x.numel()", "if x.numel()"),
+    ("short rows that are shared", "if N > 4 * CUMSUM_BLOCK and", "if N > 0 and"),
     ("vectors across rows", "VEC = math.gcd(N, stride, 16 // size)", "VEC = math.gcd(stride, 16 // size)"),
     (
         "a gradient from left to right",
