@@ -239,9 +239,19 @@ def traced(recipe: ModuleType) -> list[list[str]]:
     return graphs(lambda q, k: recipe.flash_attention(q, k, k, True), x, k)
 
 
+def traced_open(recipe: ModuleType) -> list[list[str]]:
+    """Return those graphs where the choice is open, as on a Hopper."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipe, "_flash_attention_hopper", lambda _: True)
+        return traced(recipe)
+
+
 def test_torch_compile_looks_into_it(gallery: Path, on_h100: Ask) -> None:
-    """It sees one kernel forward and three backward."""
-    ((forward, backward),) = on_h100(gallery / RECIPE, traced)
+    """It sees one kernel forward and three backward; where the choice is open, one call in each direction."""
+    (forward, backward), in_gluon = on_h100(gallery / RECIPE, traced, traced_open)
+    for graph, name in zip(in_gluon, ("flash_attention_run", "flash_attention_backward_run"), strict=True):
+        assert [call for call in graph if "triton" in call] == [f"triton_gallery.{name}.default"]
+        assert not [call for call in graph if re.match(r"aten\.(clone|copy)", call)]
     for graph, number in ((forward, 1), (backward, 3)):
         assert sum(call.startswith("triton_kernel_wrapper") for call in graph) == number
         assert not [call for call in graph if re.match(r"aten\.(clone|copy)", call)]
@@ -394,7 +404,7 @@ def test_errors_of_gluon(taken: ModuleType, on_hopper: list[str]) -> None:
     assert on_hopper == []
 
 
-def test_graph_leaves_the_choice_open(taken: ModuleType, on_hopper: list[str]) -> None:
+def test_accumulator_of_open_graphs(taken: ModuleType, on_hopper: list[str]) -> None:
     """One graph serves all lengths, and each goes where it leads; a package of AOTInductor has Triton's kernels."""
     from torch._dynamo.testing import CompileCounterWithBackend  # loads Triton: not before the interpreter is chosen
     from torch._inductor.virtualized import V
@@ -597,4 +607,31 @@ BREAKS = [
         'tl.where(total == 0, float("inf"), m + tl.log2(divisor))',
         "m + tl.log2(divisor)",
     ),
+    # Where calls go
+    ("any GPU", "return (gpu.major, gpu.minor) == (9, 0)", "return gpu.major >= 9"),
+    ("few programs", "return long and rows >= FLASH_ATTENTION_GLUON_ROWS", "return long"),
+    ("programs of keys are not counted", "(min(heads * LQ, shared * LK) if backward else heads * LQ)", "heads * LQ"),
+    ("any scale", "(scale is None or 0 < scale < math.inf)", "(scale is None or scale < math.inf)"),
+    ("one length alone", "long = min(LQ, LK) >= least[backward]", "long = LQ >= least[backward]"),
+    (
+        "odd strides forward",
+        "if in_gluon and all(map(_gluon_attention_fits, (q, k, v))):",
+        "if in_gluon:",
+    ),
+    (
+        "odd strides backward",
+        "if in_gluon and all(map(_gluon_attention_fits, (grad, q, k, v))):",
+        "if in_gluon:",
+    ),
+    (
+        "gradients in another order",
+        "            like = _flash_attention_like\n",
+        "            like = _gluon_attention_backward_like\n",
+    ),
+    ("a graph chooses", "return True  # a comparison", "return False  # a comparison"),
+    ("a package needs Python", "    if V.aot_compilation:\n        return False\n", ""),
+    # What Gluon's forward keeps
+    ("no maximum in what Gluon keeps", "m + gl.log2(total)", "gl.log2(total)"),
+    ("a row of nothing in Gluon", 'gl.where(total == 0, float("inf"), m + ', "(m + "),
+    ("another head in Gluon", "lse_ptr + (batch * heads + head).to", "lse_ptr + head.to"),
 ]
