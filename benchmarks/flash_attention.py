@@ -19,7 +19,7 @@ def drawn(seed: int, is_causal: bool) -> list[tuple[int, ...]]:
     Lengths are drawn alike over their logarithm.
     """
     random = Random(seed)  # noqa: S311 - no secret
-    shapes = []
+    shapes: list[tuple[int, ...]] = []
     for place, head in enumerate(HEADS):
         shared, group = random.choice((2, 4, 8)), random.choice((1, 2, 4))
         length = round(math.exp(random.uniform(math.log(64), math.log(16384))))
@@ -37,9 +37,11 @@ def inputs(random: Function, shape: tuple[int, ...]) -> tuple[Any, ...]:
 
 def products(shape: tuple[int, ...], _: int, number: int, is_causal: bool) -> Product:
     """Return a product of as many operations: so many for each pair of query and key, of which a mask leaves half."""
-    batch, heads, *_, length, head = shape
-    side = 8192
-    return Product(side, side, max(1, number * batch * heads * length**2 * head // side**2 // (1 + is_causal)))
+    batch, heads = shape[:2]
+    length, head = shape[-2:]
+    count = number * batch * heads * length**2 * head // (1 + is_causal)
+    side = 8192 if count > 64 * 8192**2 else 2048  # K is rounded
+    return Product(side, side, max(1, count // side**2))
 
 
 def work(

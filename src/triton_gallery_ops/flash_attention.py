@@ -768,7 +768,8 @@ def flash_attention(
     With ``causal``, query i sees keys 0 to i; there is no other mask, and no
     dropout. ``scale`` is a number, 1 / sqrt(D) if not given; the kernels are
     compiled for each. The result is contiguous, of the shape and dtype of q,
-    and deterministic. A query that sees nothing, or whose scores are
+    and deterministic; on Hopper, sizes and strides decide which kernels compute
+    it, and so its last bits. A query that sees nothing, or whose scores are
     all -inf, gives 0. Scores above 2**27 or below -2**27, in float64 2**56, may
     give 0 or NaN: a GPU then rounds by more than exp2 can take. A NaN or an
     infinity may reach queries and keys that it is hidden from.
