@@ -8,13 +8,13 @@ SHAPES = [(16384 // length, 2048 // head, length, head) for head in (64, 128) fo
 LIBRARIES = {"cuDNN": "CUDNN_ATTENTION", "FlashAttention-2": "FLASH_ATTENTION"}
 
 
-def of_library(backend: str, is_causal: bool) -> Function:
+def of_library(backend: str, is_causal: bool, grouped: bool = False) -> Function:
     """Return what gives PyTorch's attention by one library, given `torch.nn`."""
 
     def of(nn: Any) -> Function:
         def attention(q: Any, k: Any, v: Any) -> Any:
             with nn.attention.sdpa_kernel(getattr(nn.attention.SDPBackend, backend)):
-                return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+                return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=grouped)
 
         return attention
 

@@ -13,6 +13,10 @@
 #
 # [tool.triton-gallery.not_for]  # with Hopper's tiles; others get smaller ones
 # _flash_attention_dq_kernel = ["sm_89", "sm_120"]
+# _gluon_attention_kernel = ["sm_80", "sm_89", "sm_100", "sm_120", "gfx942"]
+# _gluon_attention_backward_kernel = [
+#   "sm_80", "sm_89", "sm_100", "sm_120", "gfx942"
+# ]
 # ///
 r"""
 Flash attention
@@ -279,8 +283,7 @@ if __name__ == "__main__":
 # In grouped-query attention several heads of queries share a head of keys, and
 # the gradient of a shared head is a sum over its group. A program with a block
 # of keys goes along the queries of one head after the other, and adds all up in
-# the same registers. It stores one sum, and no second kernel has to add. This
-# page does not time it.
+# the same registers. No second kernel has to add.
 
 # %%
 # The op
@@ -289,12 +292,16 @@ if __name__ == "__main__":
 # ``flash_attention`` returns the first of an op's two results. The second is
 # the log-sum-exp, in base 2 like the exponentials; it is ``inf`` for a query
 # that sees nothing. The backward has three kernels: one for :math:`\delta`, and
-# one for each pass. ``what_a_call_costs.py`` explains how ops are registered.
+# one for each pass. On Hopper, long sequences of half precision, with heads of
+# 64 or 128, go to the kernels of ``gluon_attention.py`` and
+# ``gluon_attention_backward.py``, which keep the same log-sum-exp.
 
 from triton_gallery_ops.flash_attention import (
+    _flash_attention_backward_launch,
     _flash_attention_delta_kernel,
     _flash_attention_dkv_kernel,
     _flash_attention_dq_kernel,
+    _flash_attention_launch,
     _flash_attention_place,
     flash_attention,
     flash_attention_backward,
@@ -316,6 +323,11 @@ def first_step(q, k, v, grad, wide=False):
     return partial(backward, q, k, v, out, lse, grad, BLOCK_M)
 
 
+def two_passes(q, k, v, grad, causal=False):  # by Triton's kernels
+    kept = q, k, v, *_flash_attention_launch(q, k, v, causal)
+    return partial(_flash_attention_backward_launch, grad, *kept, causal, None)
+
+
 TOKENS = 16384  # in all, at each length
 CAUSAL = partial(flash_attention, causal=True)
 KERNELS = (
@@ -328,8 +340,8 @@ KERNELS = (
 STEPS = {
     "one pass": (first_step, False, backward_kernel),
     "one pass, wide": (partial(first_step, wide=True), False, backward_kernel),
-    "two passes": (partial(backward_of, flash_attention), False, *KERNELS),
-    "causal": (partial(backward_of, CAUSAL), True, *KERNELS),
+    "two passes": (two_passes, False, *KERNELS),
+    "causal": (partial(two_passes, causal=True), True, *KERNELS),
 }
 
 
@@ -611,26 +623,17 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ------------------
 #
 # The table of steps counts five products for one pass and for two. Where two
-# passes show the higher rate, as for both head dimensions here, they are faster
-# although they compute seven. What one pass does instead can be counted.
-# Without a mask, each block of 128 keys adds to all rows of ``dq``. So 4096
-# keys add 32 float32 numbers to each element: 128 bytes, for a result of two.
-# No figure here tells how long the additions take beside the products. The
-# kernels differ in more, too: the op's have tiles of their own, exponentials of
-# base 2, and masks only where needed. And with heads of 64, *one pass, wide*
-# spills registers, as *On other GPUs* shows. So the table compares these
-# kernels, and not one pass with two in general.
+# passes show the higher rate, they are faster although they compute seven. What
+# one pass does instead can be counted. Without a mask, each block of 128 keys
+# adds to all rows of ``dq``. So 4096 keys add 32 float32 numbers to each
+# element: 128 bytes, for a result of two. No figure here tells how long that
+# takes beside the products, and the kernels differ in more: the op's have tiles
+# of their own, exponentials of base 2, and masks only where needed. With heads
+# of 64, *one pass, wide* spills registers, as *On other GPUs* shows.
 #
-# In the benchmark, the op's backward is faster than cuDNN's at 512 tokens with
-# heads of 64. In all other rows cuDNN's is faster, and its lead grows with the
-# length. A backward costs the CPU about twice what cuDNN's does, and at 512
-# tokens more than the GPU takes. So the op's lead there counts only while the
-# GPU has other work, or in a CUDA graph.
-#
-# In the table beside other libraries, cuDNN is faster than the op in nearly
-# every row, and the op is faster than FlashAttention-2. PyTorch and
-# ``torch.compile`` call SDPA there, and have cuDNN's rate.
-# ``hopper_attention.py`` and ``gluon_attention.py`` have faster forwards.
+# The benchmark and the table beside other libraries time the op: on Hopper, the
+# kernels that it chooses. A short call may take the CPU longer than the GPU.
+# Its rate counts while the GPU has other work, or in a CUDA graph.
 
 # %%
 # Break it

@@ -361,13 +361,12 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Causal, in float16, 16384 tokens in all at each length, and 16 heads of 128 or
 # 32 of 64. The rate is of GPU time, and counts the same for all: five products,
 # halved for the mask. At the shortest length a call takes more CPU time, given
-# below the chart. *Triton* is this page's op, in Gluon; ``flash_attention``
-# computes the same two passes in Triton. PyTorch calls the other two. In the
-# record the op is behind cuDNN for long inputs and heads of 128, and about
-# level with it for heads of 64.
+# below the chart. *Triton* is this page's op, in Gluon: ``flash_attention``
+# calls it for long inputs. *flash_attention* is the same two passes by that
+# op's kernels in Triton. PyTorch calls the other two.
 
 from triton_gallery_ops.flash_attention import (
-    flash_attention_backward,
+    _flash_attention_backward_launch,
     flash_attention_with_lse,
 )
 
@@ -388,9 +387,10 @@ def calls(length, D):
     do, q, k, v = torch.randn(shape, generator=rng, device=DEVICE).half()
     out, lse = flash_attention_with_lse(q, k, v, True)
     kept = do, q, k, v, out, lse, True
+    in_triton = _flash_attention_backward_launch
     return {
         "Triton": partial(gluon_attention_backward, *kept),
-        "flash_attention": partial(flash_attention_backward, *kept, None),
+        "flash_attention": partial(in_triton, *kept, None),
         "cuDNN": by_library(SDPBackend.CUDNN_ATTENTION, do, q, k, v),
         "FlashAttention-2": by_library(SDPBackend.FLASH_ATTENTION, do, q, k, v),
     }

@@ -9,6 +9,12 @@
 # Find where a training step of a Hugging Face model spends its time, replace
 # a layer and the loss by hand, then all layers by one call."""
 # tool = true
+#
+# [tool.triton-gallery.not_for]
+# _gluon_attention_kernel = ["sm_80", "sm_89", "sm_100", "sm_120", "gfx942"]
+# _gluon_attention_backward_kernel = [
+#   "sm_80", "sm_89", "sm_100", "sm_120", "gfx942"
+# ]
 # ///
 r"""
 Speed up a Hugging Face model

@@ -5,9 +5,10 @@ Computes softmax(q @ k.T * scale) @ v, full or causal (FlashAttention-2: Dao,
 them with one saved number per query, in two passes instead of one with atomics,
 so gradients are deterministic too. Head sizes go up to 256; query heads may
 share key heads (GQA). As in PyTorch's ``scaled_dot_product_attention``, a
-causal query i sees keys 0 to i. ``attention_variants`` has other masks,
-``varlen_attention`` takes packed sequences, and ``hopper_attention`` and
-``gluon_attention`` are faster without gradients. There is no second derivative.
+causal query i sees keys 0 to i. On Hopper, long sequences with heads of 64 or
+128 go to the kernels of ``gluon_attention`` and ``gluon_attention_backward``.
+``attention_variants`` has other masks, and ``varlen_attention`` takes packed
+sequences. There is no second derivative.
 """
 
 import functools
@@ -16,7 +17,16 @@ import math
 import torch
 import triton
 import triton.language as tl
-from torch.library import Library, triton_op, wrap_triton
+from torch.library import Library, custom_op, triton_op, wrap_triton
+
+from triton_gallery_ops.gluon_attention import (
+    GLUON_ATTENTION_DTYPES,
+    _gluon_attention_fits,
+    _gluon_attention_launch,
+)
+from triton_gallery_ops.gluon_attention_backward import (
+    _gluon_attention_backward_launch,
+)
 
 FLASH_ATTENTION_NAMESPACE = "triton_gallery"
 # For D, padded to a power of two: the tiles of the forward, of the pass for dk
@@ -44,6 +54,15 @@ FLASH_ATTENTION_SMALL = {
     128: [(128, 64, 8, 3), (32, 64, 4, 2), (64, 32, 4, 2)],
     256: [(64, 32, 8, 2), (16, 32, 4, 1), (32, 32, 4, 1)],
 }
+# For D: how long queries and keys are at least for Gluon's kernels, forward and
+# backward. An H200 was measured with as many of each, from 1024 tokens forward
+# and 512 backward, full and causal. From there on Gluon leads with heads of
+# 128. With heads of 64, it does no better than Triton at the shortest of these
+# lengths, and leads at the next one: 4096 forward and 1024 backward.
+FLASH_ATTENTION_GLUON = {64: (4096, 1024), 128: (1024, 512)}
+# A program of Gluon has a multiprocessor to itself, and 128 rows. All that was
+# measured had more programs than a GPU has multiprocessors; an H200 has 132.
+FLASH_ATTENTION_GLUON_ROWS = 128 * 128
 
 
 @triton.jit
@@ -390,6 +409,48 @@ def _flash_attention_tiles(device, BLOCK_D, itemsize):
     return tiles
 
 
+@functools.cache
+def _flash_attention_hopper(device):
+    """Return whether Gluon's kernels are written for a GPU."""
+    if device.type != "cuda" or torch.version.hip:
+        return False
+    gpu = torch.cuda.get_device_properties(device)
+    return (gpu.major, gpu.minor) == (9, 0)
+
+
+def _flash_attention_in_gluon(q, k, scale, backward):
+    """Return whether a call goes to Gluon's kernels: where they lead.
+
+    If torch.compile leaves a length open, this returns whether it may.
+    """
+    least = FLASH_ATTENTION_GLUON.get(int(q.shape[3]))
+    takes = least is not None and q.dtype in GLUON_ATTENTION_DTYPES
+    # Gluon finds the maximum of the scores before it scales them.
+    if not takes or not (scale is None or 0 < scale < math.inf):
+        return False
+    (batch, heads, LQ), (shared, LK) = q.shape[:3], k.shape[1:3]
+    if not all(isinstance(n, int) for n in (batch, heads, LQ, shared, LK)):
+        return True  # a comparison would make a graph for each result
+    rows = batch * (min(heads * LQ, shared * LK) if backward else heads * LQ)
+    long = min(LQ, LK) >= least[backward]
+    return long and rows >= FLASH_ATTENTION_GLUON_ROWS
+
+
+def _flash_attention_is_open(q, k, scale, backward):
+    """Return whether a graph leaves the choice to the time when it runs.
+
+    Gluon's kernels are no part of a graph. A package of AOTInductor runs
+    without Python, and so has Triton's alone.
+    """
+    if not _flash_attention_hopper(q.device):
+        return False
+    from torch._inductor.virtualized import V
+
+    if V.aot_compilation:
+        return False
+    return _flash_attention_in_gluon(q, k, scale, backward)
+
+
 def _flash_attention_check(q, k, v):
     name = "flash_attention"
     if not q.is_floating_point() or q.element_size() == 1:  # float8
@@ -450,21 +511,26 @@ def _flash_attention_common(q, k, lse, causal, scale):
     }
 
 
+def _flash_attention_results(q):
+    """Return memory for the result and for the log-sum-exp."""
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return out, q.new_empty(q.shape[:3], dtype=wide)
+
+
 def _flash_attention_launch(
     q, k, v, causal=False, scale=None, kernel=_flash_attention_kernel
 ):
     _flash_attention_check(q, k, v)
     batch, heads, LQ, D = q.shape
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    lse = q.new_empty(q.shape[:3], dtype=wide)
+    out, lse = _flash_attention_results(q)
     if out.numel() == 0:
         return out, lse
     scale = int(D) ** -0.5 if scale is None else scale
     common = _flash_attention_common(q, k, lse, causal, scale)
     BLOCK_D, size = common["BLOCK_D"], q.dtype.itemsize
     tile = _flash_attention_tiles(q.device, BLOCK_D, size)[0]
-    LOWEST = torch.finfo(wide).min
+    LOWEST = torch.finfo(lse.dtype).min
     read, strides = _flash_attention_read(*_flash_attention_rows(q, k, v))
     grid = (triton.cdiv(LQ, tile["BLOCK_M"]) * batch * heads,)
     sizes = LQ, k.shape[2], heads, *strides
@@ -522,6 +588,69 @@ def _flash_attention_backward_launch(
     return dq, dk, dv
 
 
+# Both ways keep one log-sum-exp, so the backward need not be the forward's.
+def _flash_attention_run(q, k, v, causal=False, scale=None):
+    """Compute with Gluon's kernels where they lead, with Triton's elsewhere."""
+    if _flash_attention_hopper(q.device):
+        _flash_attention_check(q, k, v)
+        # For the others, the copy engine would need a copy in memory.
+        in_gluon = _flash_attention_in_gluon(q, k, scale, backward=False)
+        if in_gluon and all(map(_gluon_attention_fits, (q, k, v))):
+            lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+            return _gluon_attention_launch(q, k, v, causal, scale, lse), lse
+    return _flash_attention_launch(q, k, v, causal, scale)
+
+
+def _flash_attention_backward_run(grad, q, k, v, out, lse, causal, scale):
+    given = grad, q, k, v, out, lse, causal, scale
+    if _flash_attention_hopper(q.device):
+        in_gluon = _flash_attention_in_gluon(q, k, scale, backward=True)
+        if in_gluon and all(map(_gluon_attention_fits, (grad, q, k, v))):
+            # Gradients lie in memory as those of the other kernels do.
+            like = _flash_attention_like
+            return _gluon_attention_backward_launch(*given, like)
+    return _flash_attention_backward_launch(*given)
+
+
+# What torch.compile calls where the choice is open: it does not look into these
+@custom_op(f"{FLASH_ATTENTION_NAMESPACE}::flash_attention_run", mutates_args=())
+def _flash_attention_open(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _flash_attention_run(q, k, v, causal, scale)
+
+
+@custom_op(
+    f"{FLASH_ATTENTION_NAMESPACE}::flash_attention_backward_run",
+    mutates_args=(),
+)
+def _flash_attention_backward_open(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _flash_attention_backward_run(grad, q, k, v, out, lse, causal, scale)
+
+
+@_flash_attention_open.register_fake
+def _flash_attention_fake(q, k, v, causal, scale):
+    return _flash_attention_results(q)
+
+
+@_flash_attention_backward_open.register_fake
+def _flash_attention_backward_fake(grad, q, k, v, out, lse, causal, scale):
+    return tuple(map(_flash_attention_like, (q, k, k)))
+
+
 @triton_op(f"{FLASH_ATTENTION_NAMESPACE}::flash_attention", mutates_args={})
 def flash_attention_with_lse(
     q: torch.Tensor,
@@ -536,6 +665,9 @@ def flash_attention_with_lse(
     sees: of (batch, heads, queries), in float32, or float64 for float64. It is
     ``inf`` for a query that sees nothing. It has no gradient.
     """
+    _flash_attention_check(q, k, v)
+    if _flash_attention_is_open(q, k, scale, backward=False):
+        return _flash_attention_open(q, k, v, causal, scale)
     kernel = wrap_triton(_flash_attention_kernel)
     return _flash_attention_launch(q, k, v, causal, scale, kernel)
 
@@ -558,14 +690,15 @@ def flash_attention_backward(
     Takes what ``flash_attention_with_lse`` took and returned, and checks none
     of it. Second derivatives are not supported.
     """
+    given = grad, q, k, v, out, lse, causal, scale
+    if _flash_attention_is_open(q, k, scale, backward=True):
+        return _flash_attention_backward_open(*given)
     kernels = (
         wrap_triton(_flash_attention_delta_kernel),
         wrap_triton(_flash_attention_dkv_kernel),
         wrap_triton(_flash_attention_dq_kernel),
     )
-    return _flash_attention_backward_launch(
-        grad, q, k, v, out, lse, causal, scale, *kernels
-    )
+    return _flash_attention_backward_launch(*given, *kernels)
 
 
 def _flash_attention_setup(ctx, inputs, output):
@@ -584,11 +717,17 @@ flash_attention_with_lse.register_autograd(
     _flash_attention_gradient, setup_context=_flash_attention_setup
 )
 
-# On a GPU a call goes to the launcher; all else goes on to the triton_op.
+# On a GPU a call goes to a launcher; all else goes on to the op.
 FLASH_ATTENTION_LIBRARY = Library(FLASH_ATTENTION_NAMESPACE, "FRAGMENT")
-FLASH_ATTENTION_LIBRARY.impl("flash_attention", _flash_attention_launch, "CUDA")
+FLASH_ATTENTION_LIBRARY.impl("flash_attention", _flash_attention_run, "CUDA")
 FLASH_ATTENTION_LIBRARY.impl(
-    "flash_attention_backward", _flash_attention_backward_launch, "CUDA"
+    "flash_attention_run", _flash_attention_run, "CUDA"
+)
+FLASH_ATTENTION_LIBRARY.impl(
+    "flash_attention_backward", _flash_attention_backward_run, "CUDA"
+)
+FLASH_ATTENTION_LIBRARY.impl(
+    "flash_attention_backward_run", _flash_attention_backward_run, "CUDA"
 )
 
 
@@ -629,7 +768,8 @@ def flash_attention(
     With ``causal``, query i sees keys 0 to i; there is no other mask, and no
     dropout. ``scale`` is a number, 1 / sqrt(D) if not given; the kernels are
     compiled for each. The result is contiguous, of the shape and dtype of q,
-    and deterministic. A query that sees nothing, or whose scores are
+    and deterministic; on Hopper, sizes and strides decide which kernels compute
+    it, and so its last bits. A query that sees nothing, or whose scores are
     all -inf, gives 0. Scores above 2**27 or below -2**27, in float64 2**56, may
     give 0 or NaN: a GPU then rounds by more than exp2 can take. A NaN or an
     infinity may reach queries and keys that it is hidden from.

@@ -99,7 +99,9 @@ def _gluon_attention_weigh(s, m, total, scale):
 
 
 @gluon.jit
-def _gluon_attention_consume(HALF: gl.constexpr, both, CAUSAL: gl.constexpr):
+def _gluon_attention_consume(
+    HALF: gl.constexpr, both, lse_ptr, CAUSAL: gl.constexpr
+):
     o_desc, place, tiles, ring, o, LK, scale = both
     batch, head, row, steps = place
     q, k, v = tiles
@@ -160,6 +162,12 @@ def _gluon_attention_consume(HALF: gl.constexpr, both, CAUSAL: gl.constexpr):
     mbarrier.wait(v_full.index((steps - 1) % STAGES), (steps - 1) // STAGES & 1)
     values = v.index((steps - 1) % STAGES).reshape([BLOCK_N, D])
     acc = warpgroup_mma(p, values, acc)
+    if lse_ptr is not None:
+        # A backward computes exp2(s - lse): 0 in a row that saw nothing.
+        lse = gl.where(total == 0, float("inf"), m + gl.log2(total))
+        heads, LQ = o_desc.shape[1], o_desc.shape[2]
+        lse_ptrs = lse_ptr + (batch * heads + head).to(gl.int64) * LQ + offs_m
+        gl.store(lse_ptrs, lse, offs_m < LQ)
     # A row that saw nothing has a sum of 0, and a result of 0.
     total = gl.where(total == 0, 1.0, total)
     total = gl.convert_layout(total, gl.SliceLayout(1, SUMS))
@@ -176,6 +184,7 @@ def _gluon_attention_kernel(
     k_desc,
     v_desc,
     o_desc,
+    lse_ptr,  # None where nobody needs it
     scale,
     group,
     CAUSAL: gl.constexpr,
@@ -215,10 +224,10 @@ def _gluon_attention_kernel(
     both = (o_desc, place, tiles, ring, o, LK, scale)
     gl.warp_specialize(
         [
-            # CAUSAL is passed here, and not inside ``both``, to stay a
-            # constant.
-            (_gluon_attention_consume, (0, both, CAUSAL)),
-            (_gluon_attention_consume, (1, both, CAUSAL)),
+            # What may be a constant is passed here, and not inside ``both``,
+            # to stay one.
+            (_gluon_attention_consume, (0, both, lse_ptr, CAUSAL)),
+            (_gluon_attention_consume, (1, both, lse_ptr, CAUSAL)),
             (
                 _gluon_attention_produce,
                 (q_desc, k_desc, v_desc, place, tiles, ring, group),
@@ -281,14 +290,19 @@ def _gluon_attention_check(q, k, v, scale):
     return scale
 
 
-def _gluon_attention_aligned(x):
-    """Return x, or a copy of it, with rows that the copy engine takes."""
+def _gluon_attention_fits(x):
+    """Return whether the copy engine takes rows of x."""
     D = x.shape[3]
     sides = zip(x.shape[:3], x.stride()[:3], strict=True)
     # Rows begin at multiples of 16 bytes, and do not overlap. The stride of a
     # dimension of one may be anything.
     fits = all(step >= D and step % 8 == 0 for n, step in sides if n > 1)
-    if fits and x.stride(3) == 1 and x.data_ptr() % 16 == 0:
+    return fits and x.stride(3) == 1 and x.data_ptr() % 16 == 0
+
+
+def _gluon_attention_aligned(x):
+    """Return x, or a copy of it, with rows that the copy engine takes."""
+    if _gluon_attention_fits(x):
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
@@ -301,7 +315,8 @@ def _gluon_attention_descriptor(x, rows):
     return GluonDescriptor(x, [*x.shape], strides, block, layout)
 
 
-def _gluon_attention_launch(q, k, v, causal=False, scale=None):
+def _gluon_attention_launch(q, k, v, causal=False, scale=None, lse=None):
+    """Return the result; ``lse``, if given, gets each row's log-sum-exp."""
     scale = _gluon_attention_check(q, k, v, scale)
     _gluon_attention_gpu(q.device)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -315,13 +330,15 @@ def _gluon_attention_launch(q, k, v, causal=False, scale=None):
         if not hasattr(GLUON_ATTENTION_THREAD, "begun"):
             # A thread has no context until torch uses it, and no descriptor
             # is made without one. Autograd has threads of its own.
-            GLUON_ATTENTION_THREAD.begun = torch.zeros(1, device=q.device)
+            torch.zeros(1, device=q.device)
+            GLUON_ATTENTION_THREAD.begun = True
         blocks = triton.cdiv(queries, 2 * rows)
         _gluon_attention_kernel[(blocks * batch * heads,)](
             _gluon_attention_descriptor(q, rows),
             _gluon_attention_descriptor(k, keys),
             _gluon_attention_descriptor(v, keys),
             _gluon_attention_descriptor(out, rows),
+            lse,
             scale * math.log2(math.e),  # exp(x) is exp2(x * log2(e))
             heads // k.shape[1],
             CAUSAL=causal,

@@ -447,11 +447,20 @@ def _gluon_attention_backward_descriptor(x, rows):
 
 
 def _gluon_attention_backward_launch(
-    do, q, k, v, out, lse, causal=False, scale=None
+    do,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    causal=False,
+    scale=None,
+    like=_gluon_attention_backward_like,
 ):
+    """Return the gradients, in memory that ``like`` returns for a tensor."""
     _gluon_attention_backward_check(do, q, k, v, out, lse)
     _gluon_attention_backward_gpu(q.device)
-    dq, dk, dv = map(_gluon_attention_backward_like, (q, k, v))
+    dq, dk, dv = map(like, (q, k, k))
     if q.numel() * k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     batch, heads, LQ, D = q.shape
@@ -468,7 +477,8 @@ def _gluon_attention_backward_launch(
         if not hasattr(GLUON_ATTENTION_BACKWARD_THREAD, "begun"):
             # A thread has no context until torch uses it, and no descriptor
             # is made without one. Autograd has threads of its own.
-            GLUON_ATTENTION_BACKWARD_THREAD.begun = lse.new_zeros(1)
+            lse.new_zeros(1)
+            GLUON_ATTENTION_BACKWARD_THREAD.begun = True
         _gluon_attention_backward_delta_kernel[
             (triton.cdiv(LQ, 32) * batch * heads,)
         ](

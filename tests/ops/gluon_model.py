@@ -435,7 +435,7 @@ def _load_registers(pointers: Pointer, mask: Values | bool | None = None, other:
 
 def _store_registers(pointers: Pointer, values: Values, mask: Values | None = None) -> None:
     kept = torch.ones_like(pointers.places, dtype=torch.bool) if mask is None else mask.values
-    pointers.memory[pointers.places[kept]] = values.values[kept]
+    pointers.memory[pointers.places[kept]] = values.values[kept].to(pointers.tensor.dtype)
 
 
 def _scalar(values: torch.Tensor) -> Any:
@@ -590,6 +590,7 @@ gl = SimpleNamespace(
     sum=lambda values, axis: _scalar(values.values.sum(axis)),
     associative_scan=lambda values, axis, combine: Values(values.values.cumsum(axis)),
     exp2=_for_each(torch.exp2),
+    log2=_for_each(torch.log2),
     fma=_for_each(lambda x, y, z: x * y + z),
     where=_where,
     arange=_arange,

@@ -5,11 +5,13 @@
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import gluon_model
 import pytest
 import torch
 from attentions import (
@@ -32,7 +34,9 @@ from attentions import (
 )
 from case import Case, Draw, assert_close, check, in_float64
 from compiled import Ask, compiled, graphs
+from device_key import at_cuda
 from inputs import DEVICE, Layout, first_quickly
+from op_fixtures import end_ops
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # of NumPy's infinities, in the interpreter
 RECIPE = "attention/flash_attention.py"
@@ -235,12 +239,286 @@ def traced(recipe: ModuleType) -> list[list[str]]:
     return graphs(lambda q, k: recipe.flash_attention(q, k, k, True), x, k)
 
 
+def traced_open(recipe: ModuleType) -> list[list[str]]:
+    """Return those graphs where the choice is open, as on a Hopper."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipe, "_flash_attention_hopper", lambda _: True)
+        return traced(recipe)
+
+
 def test_torch_compile_looks_into_it(gallery: Path, on_h100: Ask) -> None:
-    """It sees one kernel forward and three backward."""
-    ((forward, backward),) = on_h100(gallery / RECIPE, traced)
+    """It sees one kernel forward and three backward; where the choice is open, one call in each direction."""
+    (forward, backward), in_gluon = on_h100(gallery / RECIPE, traced, traced_open)
+    for graph, name in zip(in_gluon, ("flash_attention_run", "flash_attention_backward_run"), strict=True):
+        assert [call for call in graph if "triton" in call] == [f"triton_gallery.{name}.default"]
+        assert not [call for call in graph if re.match(r"aten\.(clone|copy)", call)]
     for graph, number in ((forward, 1), (backward, 3)):
         assert sum(call.startswith("triton_kernel_wrapper") for call in graph) == number
         assert not [call for call in graph if re.match(r"aten\.(clone|copy)", call)]
+
+
+HALVES = [torch.float16, torch.bfloat16]
+# Batch, heads, heads of keys, queries, keys, D; the dtype, the scale; whether Gluon has the forward, and the backward
+CHOICES: list[tuple[tuple[int, ...], torch.dtype, float | None, bool, bool]] = [
+    ((4, 16, 16, 4096, 4096, 128), torch.float16, None, True, True),
+    ((4, 32, 32, 4096, 4096, 64), torch.bfloat16, 0.5, True, True),
+    ((16, 32, 32, 1024, 1024, 64), torch.float16, None, False, True),
+    ((16, 16, 16, 1024, 1024, 128), torch.float16, None, True, True),
+    ((32, 16, 16, 512, 512, 128), torch.float16, None, False, True),
+    ((64, 16, 16, 511, 4096, 128), torch.float16, None, False, False),
+    ((64, 16, 16, 4096, 511, 128), torch.float16, None, False, False),
+    ((1, 16, 16, 1024, 1024, 128), torch.float16, None, True, True),
+    ((1, 15, 15, 1024, 1024, 128), torch.float16, None, False, False),  # too few programs
+    ((1, 32, 8, 1024, 1024, 128), torch.float16, None, True, False),  # of the keys' pass
+    ((1, 32, 8, 2048, 2048, 128), torch.float16, None, True, True),
+    ((4, 16, 16, 4096, 4096, 96), torch.float16, None, False, False),
+    ((4, 16, 16, 4096, 4096, 128), torch.float32, None, False, False),
+    *(((4, 16, 16, 4096, 4096, 128), torch.float16, scale, False, False) for scale in (0.0, -0.5, math.inf, math.nan)),
+    ((0, 16, 16, 4096, 4096, 128), torch.float16, None, False, False),
+    ((4, 16, 16, 4096, 0, 128), torch.float16, None, False, False),
+]
+
+
+@pytest.mark.parametrize(("size", "dtype", "scale", "forward", "backward"), CHOICES)
+def test_accumulator_which_kernels(
+    taken: ModuleType, size: tuple[int, ...], dtype: torch.dtype, scale: float | None, forward: bool, backward: bool
+) -> None:
+    """Gluon's where they were measured to lead: by lengths, heads, the dtype and how many programs there are."""
+    batch, heads, shared, LQ, LK, D = size
+    q = torch.empty(batch, heads, LQ, D, dtype=dtype, device="meta")
+    k = torch.empty(batch, shared, LK, D, dtype=dtype, device="meta")
+    assert taken._flash_attention_in_gluon(q, k, scale, backward=False) == forward
+    assert taken._flash_attention_in_gluon(q, k, scale, backward=True) == backward
+
+
+def test_accumulator_which_gpus(taken: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gluon's kernels are for NVIDIA's GPUs of compute capability 9.0 alone."""
+    look = taken._flash_attention_hopper.__wrapped__
+    assert not look(torch.device("cpu"))
+    for capability, hip in (((8, 0), None), ((9, 0), None), ((9, 1), None), ((10, 0), None), ((9, 0), "7.0")):
+        known = SimpleNamespace(major=capability[0], minor=capability[1])
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, known=known: known)
+        monkeypatch.setattr(torch.version, "hip", hip)
+        assert look(torch.device("cuda", 0)) == (capability == (9, 0) and hip is None)
+
+
+@pytest.fixture
+def on_hopper(taken: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Have the op take this device for a Hopper, and short sequences for long; return what calls go to, in order.
+
+    Triton's kernels compute in place of Gluon's.
+    """
+    asked: list[str] = []
+
+    def forward(q: Any, k: Any, v: Any, causal: bool, scale: float | None, lse: torch.Tensor) -> torch.Tensor:
+        asked.append("forward")
+        out, right = taken._flash_attention_launch(q, k, v, causal, scale)
+        lse.copy_(right)
+        return out
+
+    def backward(*given: Any) -> tuple[torch.Tensor, ...]:
+        asked.append("backward")
+        *given, like = given
+        grads = taken._flash_attention_backward_launch(*given)
+        return tuple(like(grad).copy_(grad) for grad in grads)
+
+    monkeypatch.setattr(taken, "_flash_attention_hopper", lambda _: True)
+    monkeypatch.setattr(taken, "FLASH_ATTENTION_GLUON", {64: (70, 40), 128: (70, 40)})
+    monkeypatch.setattr(taken, "FLASH_ATTENTION_GLUON_ROWS", 100)
+    monkeypatch.setattr(taken, "_gluon_attention_launch", forward)
+    monkeypatch.setattr(taken, "_gluon_attention_backward_launch", backward)
+    return asked
+
+
+BOTH = ["forward", "backward"]
+TURNED = [lambda t: t, lambda t: t.transpose(1, 2).contiguous().transpose(1, 2)]
+# Beside what the copy engine takes: odd strides, odd addresses, elements that are not adjacent
+ODD = [
+    lambda t: torch.nn.functional.pad(t, (0, 1))[..., :-1],
+    lambda t: torch.nn.functional.pad(t.flatten(), (1, 0))[1:].view(t.shape),
+    lambda t: t.mT.contiguous().mT,
+]
+
+
+@pytest.mark.parametrize(
+    ("length", "D", "kinds", "expected"),
+    [
+        (80, 64, TURNED, BOTH),
+        (80, 128, TURNED, BOTH),
+        (80, 32, TURNED, []),
+        (60, 64, TURNED, ["backward"]),
+        (30, 64, TURNED, []),
+        (80, 64, ODD, []),
+    ],
+)
+def test_accumulator_goes_to(
+    taken: ModuleType,
+    on_hopper: list[str],
+    length: int,
+    D: int,
+    kinds: list[Callable[[torch.Tensor], torch.Tensor]],
+    expected: list[str],
+) -> None:
+    """Each direction goes where it leads, by the op's function for GPUs as well, and what needs a copy to Triton's."""
+    draw = Draw(torch.float16)
+    for kind in kinds:
+        q, k, v, grad = (kind(draw(1, 2, length, D)) for _ in range(4))
+        for call in (
+            lambda *x: taken.flash_attention_with_lse(*x, True),
+            lambda *x: at_cuda(taken.flash_attention_with_lse, *x, True, None),
+        ):
+            on_hopper.clear()
+            out, lse = call(q, k, v)
+            check_results(CONTRACT[1], (out, lse), q, k, v, True, None)
+            given = grad, q, k, v, out, lse, True, None
+            grads = taken.flash_attention_backward(*given)
+            assert on_hopper == expected
+            assert_gradients(grads, q, k, v, grad, True)
+            assert [t.stride() for t in grads] == [taken._flash_attention_like(t).stride() for t in (q, k, k)]
+            on_hopper.clear()
+            assert_gradients(at_cuda(taken.flash_attention_backward, *given), q, k, v, grad, True)
+            assert on_hopper == expected[-1:]
+
+
+def check_results(case: Case, results: Sequence[torch.Tensor], *given: Any) -> None:
+    """Assert that results are right."""
+    for out, right in zip(results, case.exact(*in_float64(given)), strict=True):
+        assert_close(case, given[0].dtype, out, right)
+
+
+def test_accumulator_of_a_repeated_gradient(taken: ModuleType, on_hopper: list[str]) -> None:
+    """The gradient of a sum is one number in memory: Triton's kernels read it."""
+    q, k, v = (Draw(torch.float16)(1, 2, 80, 64).requires_grad_() for _ in range(3))
+    out = taken.flash_attention(q, k, v)
+    grads = torch.autograd.grad(out.sum(), (q, k, v))
+    assert on_hopper == ["forward"]
+    assert_gradients(grads, q.detach(), k.detach(), v.detach(), torch.ones_like(out))
+
+
+def test_errors_of_gluon(taken: ModuleType, on_hopper: list[str]) -> None:
+    """What Gluon's kernels refuse is refused in the words of this op."""
+    q = torch.ones(1, 4, 80, 64, dtype=torch.float16, device=DEVICE)
+    for k, error in ((q[:, :3], ValueError), (q[0], ValueError), (q.bfloat16(), TypeError)):
+        with pytest.raises(error, match=r"^flash_attention takes"):
+            at_cuda(taken.flash_attention_with_lse, q, k, k, False, None)
+    assert on_hopper == []
+
+
+def test_accumulator_of_open_graphs(taken: ModuleType, on_hopper: list[str]) -> None:
+    """One graph serves all lengths, and each goes where it leads; a package of AOTInductor has Triton's kernels."""
+    from torch._dynamo.testing import CompileCounterWithBackend  # loads Triton: not before the interpreter is chosen
+    from torch._inductor.virtualized import V
+
+    q = SimpleNamespace(dtype=torch.float16, shape=(1, 2, object(), 64))  # its length can be compared with nothing
+    assert taken._flash_attention_in_gluon(q, q, None, backward=False)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    call = torch.compile(taken.flash_attention, backend=counter, dynamic=True, fullgraph=True)
+    draw = Draw(torch.float16)
+    for length, expected in ((80, BOTH), (30, []), (60, ["backward"]), (100, BOTH)):
+        on_hopper.clear()
+        q, k, v, grad = (draw(1, 2, length, 64) for _ in range(4))
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        grads = torch.autograd.grad(call(*leaves, True), leaves, grad)
+        assert on_hopper == expected
+        assert_gradients(grads, q, k, v, grad, True)
+    assert counter.frame_count == 1
+    with V.set_aot_compilation(True):
+        assert not taken._flash_attention_is_open(q, k, None, backward=False)
+    assert taken._flash_attention_is_open(q, k, None, backward=False)
+
+
+def test_opcheck_where_the_choice_is_open(taken: ModuleType, on_hopper: list[str]) -> None:
+    """What torch.compile calls knows the shapes and strides of its results."""
+    x = Draw(torch.float16)(1, 2, 80, 64).transpose(1, 2).contiguous().transpose(1, 2)
+    out, lse = taken.flash_attention_with_lse(x, x, x)
+    torch.library.opcheck(taken._flash_attention_open, (x, x, x, True, None))
+    torch.library.opcheck(taken._flash_attention_backward_open, (x, x, x, x, out, lse, True, None))
+    leaf = x.detach().requires_grad_()
+    torch.library.opcheck(taken.flash_attention_with_lse, (leaf, x, x, True, None))
+
+
+@pytest.fixture(scope="module")
+def modelled(gallery: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
+    """Return the recipe with a model in place of Gluon, which has all that it takes."""
+    if DEVICE.type == "cuda":
+        pytest.skip("the kernel of delta is compiled where there is a GPU, and takes no tensors of the CPU")
+    source = (gallery / RECIPE).read_text().replace('= "triton_gallery"', '= "modelled"')
+    recipe = gluon_model.load(source, tmp_path_factory.mktemp("modelled") / "modelled_flash_attention.py")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.accelerator, "device_index", lambda _: nullcontext())
+        for name in ("_gluon_attention_gpu", "_gluon_attention_backward_gpu", "_flash_attention_hopper"):
+            patch.setattr(recipe, name, lambda _: True)
+        patch.setattr(recipe, "FLASH_ATTENTION_GLUON", {64: (1, 1), 128: (1, 1)})
+        patch.setattr(recipe, "FLASH_ATTENTION_GLUON_ROWS", 1)
+        yield recipe
+    end_ops(recipe)  # PyTorch 2.11 refuses a second one
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize(
+    "size",
+    [(2, 2, 1, 70, 150, 64), (1, 4, 2, 129, 65, 128), (1, 1, 1, 1, 300, 64), (1, 2, 2, 300, 260, 64)],
+    ids=str,
+)
+def test_accumulator_both_ways(
+    modelled: ModuleType, taken: ModuleType, size: tuple[int, ...], dtype: torch.dtype, causal: bool
+) -> None:
+    """By a model of Gluon's kernels: results, log-sum-exp and gradients are right, and either way takes the other's."""
+    batch, heads, shared, LQ, LK, D = size
+    draw = Draw(dtype)
+    given = draw(batch, heads, LQ, D), draw(batch, shared, LK, D), draw(batch, shared, LK, D), causal, None
+    grad = draw(batch, heads, LQ, D)
+    check(CONTRACT[1], modelled, dtype, given)
+    in_gluon = modelled.flash_attention_with_lse(*given)
+    in_triton = taken.flash_attention_with_lse(*given)
+    for forward, module in ((in_gluon, taken), (in_triton, modelled), (in_gluon, modelled)):
+        check(CONTRACT[2], module, dtype, (grad, *given[:3], *forward, causal, None))
+
+
+def test_accumulator_hidden_rows_in_gluon(modelled: ModuleType) -> None:
+    """A query that sees nothing but keys of -inf has a log-sum-exp of inf, and a gradient of 0."""
+    q, grad = (Draw(torch.float16)(1, 1, 70, 64).abs() for _ in range(2))
+    k = torch.full_like(q, -torch.inf)
+    check(CONTRACT[1], modelled, torch.float16, (q, k, q, False, None))
+    k[:, :, 35:] = 1
+    check(CONTRACT[1], modelled, torch.float16, (q, k, q, True, None))
+    out, lse = modelled.flash_attention_with_lse(q, k, q, True, None)
+    assert lse[0, 0, :35].isinf().all()
+    dq, *_ = modelled.flash_attention_backward(grad, q, k.clamp(min=-9), q, out, lse, True, None)
+    assert not dq[:, :, :35].any()
+
+
+HOPPER = torch.cuda.is_available() and not torch.version.hip and torch.cuda.get_device_capability() == (9, 0)
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "size", [(1, 16, 8, 1024, 2048, 128), (2, 8, 8, 1500, 1499, 128), (1, 8, 4, 4100, 4096, 64)], ids=str
+)
+def test_long_sequences_on_hopper(
+    taken: ModuleType, size: tuple[int, ...], causal: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What goes to Gluon's kernels is right, and so is what torch.compile makes of it."""
+    asked = []
+    for name in ("_gluon_attention_launch", "_gluon_attention_backward_launch"):
+        launch = getattr(taken, name)
+        monkeypatch.setattr(taken, name, lambda *given, name=name, launch=launch: asked.append(name) or launch(*given))
+    batch, heads, shared, LQ, LK, D = size
+    draw = Draw(dtype)
+    q, grad = (draw(batch, heads, LQ, D) for _ in range(2))
+    k, v = (draw(batch, shared, LK, D) for _ in range(2))
+    check(CONTRACT[1], taken, dtype, (q, k, v, causal, None))
+    out, lse = taken.flash_attention_with_lse(q, k, v, causal)
+    check(CONTRACT[2], taken, dtype, (grad, q, k, v, out, lse, causal, None))
+    assert {*asked} == {"_gluon_attention_launch", "_gluon_attention_backward_launch"}
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    found = torch.compile(taken.flash_attention, fullgraph=True)(*leaves, causal)
+    assert torch.equal(found, out)
+    assert_gradients(torch.autograd.grad(found, leaves, grad), q, k, v, grad, causal)
 
 
 @pytest.mark.needs_gpu_memory(40)
@@ -320,11 +598,42 @@ BREAKS = [
         "inside = (row_m < LQ) & (offs_d < D)  # (BLOCK_M, BLOCK_D)",
         "inside = (row_m < LQ) & (offs_d < D + 8)",
     ),
-    ("queries without keys get anything", "return dq.zero_(), dk.zero_()", "return dq, dk.zero_()"),
+    (
+        "queries without keys get anything",
+        "if q.numel() == 0 or k.numel() == 0:\n        return dq.zero_()",
+        "if q.numel() == 0 or k.numel() == 0:\n        return dq",
+    ),
     ("a pass for keys has no last block", "blocks = triton.cdiv(LK,", "blocks = triton.cdiv(LK - 1,"),
     (
         "a row of nothing has a finite log-sum-exp",
         'tl.where(total == 0, float("inf"), m + tl.log2(divisor))',
         "m + tl.log2(divisor)",
     ),
+    # Where calls go
+    ("any GPU", "return (gpu.major, gpu.minor) == (9, 0)", "return gpu.major >= 9"),
+    ("few programs", "return long and rows >= FLASH_ATTENTION_GLUON_ROWS", "return long"),
+    ("programs of keys are not counted", "(min(heads * LQ, shared * LK) if backward else heads * LQ)", "heads * LQ"),
+    ("any scale", "(scale is None or 0 < scale < math.inf)", "(scale is None or scale < math.inf)"),
+    ("one length alone", "long = min(LQ, LK) >= least[backward]", "long = LQ >= least[backward]"),
+    (
+        "odd strides forward",
+        "if in_gluon and all(map(_gluon_attention_fits, (q, k, v))):",
+        "if in_gluon:",
+    ),
+    (
+        "odd strides backward",
+        "if in_gluon and all(map(_gluon_attention_fits, (grad, q, k, v))):",
+        "if in_gluon:",
+    ),
+    (
+        "gradients in another order",
+        "            like = _flash_attention_like\n",
+        "            like = _gluon_attention_backward_like\n",
+    ),
+    ("a graph chooses", "return True  # a comparison", "return False  # a comparison"),
+    ("a package needs Python", "    if V.aot_compilation:\n        return False\n", ""),
+    # What Gluon's forward keeps
+    ("no maximum in what Gluon keeps", "m + gl.log2(total)", "gl.log2(total)"),
+    ("a row of nothing in Gluon", 'gl.where(total == 0, float("inf"), m + ', "(m + "),
+    ("another head in Gluon", "lse_ptr + (batch * heads + head).to", "lse_ptr + head.to"),
 ]
