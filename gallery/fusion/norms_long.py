@@ -9,6 +9,7 @@
 # dtypes = ["float16", "bfloat16", "float32", "float64"]
 # backward = true
 # deterministic = true
+# longer = "two norms share its kernels; programs share few rows, backward"
 #
 # [tool.triton-gallery.not_for]  # with 32 warps; the launcher gives it 16
 # blocks_kernel = ["gfx942"]

@@ -394,12 +394,11 @@ def launches(taken: ModuleType, dtype: torch.dtype, N: int, center: bool) -> lis
     x = torch.empty(10**4, N, dtype=dtype, device="meta")
     acc_type = "fp64" if dtype == torch.float64 else "fp32"
     known = {"dtype": NAMES[dtype], "stats_ptr": acc_type, "CENTER": center}
-    known |= {"rows_ptr": acc_type, "sums_ptr": acc_type}
     forward, (_, sums, _, tile) = taken._norms_long_plan(x, N, center), taken._norms_long_plan_backward(x, N)
     return [
         (taken._norms_long_kernel, {**known, **forward, "EPS": EPS}),
-        (taken._norms_long_sums_kernel, {**known, **sums}),
-        (taken._norms_long_gradients_kernel, {**known, **tile}),
+        (taken._norms_long_sums_kernel, {**known, **sums, "rows_ptr": acc_type}),
+        (taken._norms_long_gradients_kernel, {**known, **tile, "rows_ptr": acc_type, "sums_ptr": acc_type}),
     ]
 
 
