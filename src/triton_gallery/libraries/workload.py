@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from random import Random
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -125,6 +126,16 @@ class Workload:
         """Return how much is done at a size, one way."""
         counted = self.backward if backward and self.backward else self.forward
         return counted(shape, itemsize)
+
+
+def drawn_rows(seed: int, rows: tuple[int, int], columns: tuple[int, int], most: int, unit: int = 1) -> tuple[int, int]:
+    """Return a number of rows and their length, drawn alike over their logarithm between two bounds each.
+
+    They are no more than `most` numbers, and `unit` divides the length.
+    """
+    random = Random(seed)  # noqa: S311 - no secret
+    M, N = (round(math.exp(random.uniform(*map(math.log, bounds)))) for bounds in (rows, columns))  # noqa: N806 - sizes
+    return min(M, max(1, most // N)), max(unit, N // unit * unit)
 
 
 def floats(output: Any, ours: Any) -> tuple[Any, Any]:
