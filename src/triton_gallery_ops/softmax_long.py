@@ -445,7 +445,7 @@ def _softmax_long_parts_plan(x, M, N, stride):
         "BLOCK_N": BLOCK,
     }
     grid = (M, min(most, triton.cdiv(programs, M)))
-    return grid, options, triton.next_power_of_2(most)
+    return grid, options, most
 
 
 def _softmax_long_launch(
@@ -465,14 +465,17 @@ def _softmax_long_launch(
         x = x if x.stride(1) == 1 else x.contiguous()
         stride = int(x.stride(0))
     M, kernel, given = y.numel() // N, merge, (x, y)
-    grid, options, BLOCK_P = _softmax_long_parts_plan(x, M, N, stride)
+    grid, options, most = _softmax_long_parts_plan(x, M, N, stride)
     # Triton launches on the current GPU, which may not be that of x.
     with torch.accelerator.device_index(x.device.index):
         if grid is not None:
             wide = torch.promote_types(x.dtype, torch.float32)
-            m, s = x.new_empty(2, *grid, dtype=wide)
+            # If a shape had the number of parts, torch.compile would compile
+            # for each number of rows.
+            m, s = (x.new_empty(M, most, dtype=wide) for _ in range(2))
             parts[grid](x, m, s, N=N, stride_xm=stride, **options)
-            given, options = (x, m, s, y), options | {"BLOCK_P": BLOCK_P}
+            given = x, m, s, y
+            options["BLOCK_P"] = triton.next_power_of_2(most)
         elif _softmax_long_fits(N, stride, x.element_size()):
             kernel = whole
             grid, options = _softmax_long_whole_plan(x, M, N, stride)
@@ -503,13 +506,14 @@ def _softmax_long_backward_launch(
     if d.numel() == 0:
         return d
     M, kernel, given = d.numel() // N, merge, (grad, y, d)
-    grid, options, BLOCK_P = _softmax_long_parts_plan(y, M, N, N)
+    grid, options, most = _softmax_long_parts_plan(y, M, N, N)
     with torch.accelerator.device_index(y.device.index):
         if grid is not None:
             wide = torch.promote_types(y.dtype, torch.float32)
-            s = y.new_empty(grid, dtype=wide)
+            s = y.new_empty(M, most, dtype=wide)
             parts[grid](grad, y, s, N=N, **options)
-            given, options = (grad, y, s, d), options | {"BLOCK_P": BLOCK_P}
+            given = grad, y, s, d
+            options["BLOCK_P"] = triton.next_power_of_2(most)
         elif _softmax_long_fits(N, N, y.element_size()):
             kernel = whole
             grid, options = _softmax_long_whole_plan(y, M, N, N)
