@@ -2,10 +2,11 @@
 
 from typing import Any
 
-from triton_gallery.libraries.workload import Bytes, Function, Workload
+from triton_gallery.libraries.workload import Bytes, Function, Workload, drawn_rows
 
 HEADS, SHARED, D, PAGE = 32, 8, 128, 16  # heads of queries and of keys
-SHAPES = [(1, 8192), (1, 131072), (32, 8192), (128, 1024)]  # sequences, keys of each
+SHAPES = [(1, 8192), (1, 131072), (16, 8192), (32, 8192), (128, 1024)]  # sequences, keys of each
+SHAPES += [drawn_rows(seed, (1, 128), (512, 131072), 2**19, PAGE) for seed in (0, 1, 2)]
 LIBRARIES = {"cuDNN": "CUDNN_ATTENTION", "FlashAttention-2": "FLASH_ATTENTION"}
 
 

@@ -3,7 +3,7 @@
 from operator import attrgetter
 from typing import Any
 
-from triton_gallery.libraries.workload import Function, Workload
+from triton_gallery.libraries.workload import Function, Workload, drawn_rows
 
 
 def layer_norm(torch: Any) -> Function:
@@ -21,7 +21,10 @@ WORKLOADS = [
         "fusion/norms_long",
         ours=attrgetter("norms_long_layer_norm"),
         torch=layer_norm,
-        shapes=[(4096, 20480), (4096, 32768), (4096, 50176), (2048, 65536), (1024, 131072), (64, 200704)],
+        shapes=[
+            *((4096, 20480), (4096, 32768), (1024, 131072), (64, 200704)),
+            *(drawn_rows(seed, (1, 4096), (16384, 262144), 2**28, 8**seed) for seed in (0, 1, 2)),
+        ],
         inputs=lambda random, shape: (random(shape), random(shape[-1:]), random(shape[-1:])),
         constants=(1e-6,),
         libraries={"Liger": attrgetter("liger_layer_norm")},

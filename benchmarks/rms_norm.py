@@ -3,7 +3,7 @@
 from operator import attrgetter
 from typing import Any
 
-from triton_gallery.libraries.workload import Function, Workload, hidden, tensors
+from triton_gallery.libraries.workload import Function, Workload, drawn_rows, hidden, tensors
 
 
 def norm(torch: Any) -> Function:
@@ -49,7 +49,10 @@ WORKLOADS = [
         "fusion/rms_norm",
         ours=attrgetter("rms_norm_residual"),
         torch=norm_residual,
-        shapes=[(4096, 2880), (4096, 4096), (4096, 7168), (4096, 12288), (4096, 16384), (32768, 4096)],
+        shapes=[
+            *((40, 4096), (4096, 2880), (4096, 7168), (4096, 12288), (32768, 4096)),
+            *(drawn_rows(seed, (1, 32768), (512, 16384), 2**27, 8**seed) for seed in (0, 1, 2)),
+        ],
         inputs=lambda random, shape: (random(shape), random(shape), random(shape[-1:])),
         constants=(1e-6,),
         forward=tensors(2, 2),

@@ -262,10 +262,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # written in float32, and read again. The table below counts both: in a long
 # sequence, many parts add few bytes, and many short sequences have enough
 # programs without parts. With one part, the op stores the result itself, and no
-# bytes are added. The op takes the largest number of parts with at most one
-# program for each multiprocessor, or two with keys of float8. A part has 64
-# keys or more, and a sequence 128 parts at most. The table after the op times
-# other numbers.
+# bytes are added. The op takes the largest number of parts with at most two
+# programs for each multiprocessor: one loads while the other computes. Parts of
+# fewer than 1024 keys, with float8 of 64, get one program for each, and have 64
+# keys or more. The table after the op times other numbers.
 #
 # The number has to be known at the launch, but the lengths are on the GPU. To
 # ask for them would make the CPU wait, and a CUDA graph could not record it. So
@@ -617,9 +617,6 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # the op is faster. In this page's tables, cuDNN, which gets the keys without
 # pages, is faster than the roof in each row. It is faster than the op in all
 # rows but three, and about equal in those.
-#
-# In the table of parts, the launcher's number is the best one in four columns
-# of six. In the other two, twice as many parts are clearly faster.
 #
 # The op has a lower rate with 64 sequences than with 32, with 16 queries than
 # with one, and with unequal lengths. The second exercise has a reason for the

@@ -9,12 +9,12 @@
 # dtypes = ["float16", "bfloat16", "float32", "float64"]
 # backward = true
 # deterministic = true
+# longer = "two norms share its kernels; programs share few rows, backward"
 #
 # [tool.triton-gallery.not_for]  # with 32 warps; the launcher gives it 16
 # blocks_kernel = ["gfx942"]
 # columns_kernel = ["gfx942"]
 # _norms_long_kernel = ["gfx942"]
-# _norms_long_backward_kernel = ["gfx942"]
 # ///
 r"""
 Norms of long rows
@@ -333,31 +333,31 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #    \mathrm{d}b = \sum_{\mathrm{rows}} \mathrm{d}y.
 #
 # For RMSNorm, :math:`\mu` is 0, and the term with :math:`\sum g` is missing.
-# The forward saves :math:`r` and :math:`\mu` of each row. One kernel computes
-# :math:`\mathrm{d}x` in two passes over a row, as the forward does: the first
-# pass takes the sums, the second one writes. Both read ``x`` and ``dy``, so a
-# row takes twice the part of L2. For LayerNorm, the op has 16 warps at any
-# length. Beyond 0.3, its threads load 64 bytes of each tensor in a turn.
+# The forward saves :math:`r` and :math:`\mu` of each row. One kernel takes the
+# two sums of each row. If there are few rows, several programs share one, so
+# that the GPU is not idle, and ``torch.sum`` adds up theirs.
 #
 # The sums for :math:`\mathrm{d}w` and :math:`\mathrm{d}b` run over all rows.
 # In ``layer_norm.py`` a program keeps them in registers for a whole row. Here a
-# whole row does not fit. So a kernel of its own cuts the matrix into strips,
-# and these into tiles. Each program goes down one strip, takes some of its
-# tiles, and stores *partial sums*. ``torch.sum`` adds up those of a strip. In
-# half precision a strip is 1024 elements wide:
+# whole row does not fit. So a second kernel cuts the matrix into strips, and
+# these into tiles. Each program goes up one strip, from the rows that L2 may
+# still hold, and takes some of its tiles. It knows the sums of their rows, so
+# it writes :math:`\mathrm{d}x`, and adds to *partial sums* of its columns.
+# ``torch.sum`` adds up those of a strip. In half precision a strip is 1024
+# elements wide:
 #
 # .. code-block:: text
 #
 #     element  0 ...          1024 ...
 #            +--------------+--------------+
-#     rows   | program 0, 0 | program 1, 0 |  --> sums[:, 0, :] --+
-#            | program 0, 1 | program 1, 1 |  --> sums[:, 1, :] --+--> dw, db
-#            | program 0, 0 | program 1, 0 |
+#     rows   | program 0, 1 | program 1, 1 |  --> sums[:, 1, :] --+--> dw, db
+#            | program 0, 0 | program 1, 0 |  --> sums[:, 0, :] --+
 #            | program 0, 1 | program 1, 1 |
+#            | program 0, 0 | program 1, 0 |
 #            +--------------+--------------+
 #
-# This kernel reads ``x`` and ``dy`` once more. In exchange it needs no lock and
-# no atomics, and the order of its sums is fixed.
+# Both kernels read ``x`` and ``dy``. In exchange there is no lock, no atomic
+# addition and no row that has to wait in a cache; the order of sums is fixed.
 
 # %%
 # The op
@@ -399,7 +399,7 @@ from triton_gallery_ops.norms_long import (
 def forward(x, w, b, y, **changes):
     """Launch the kernel of the op as the op does, but for the changes."""
     (M, N), center = x.shape, b is not None
-    plan = _norms_long_plan(x, N, 1, center) | {"CENTER": center, "EPS": 1e-5}
+    plan = _norms_long_plan(x, N, center) | {"CENTER": center, "EPS": 1e-5}
     stats = x.new_empty(2, M, dtype=torch.promote_types(x.dtype, torch.float32))
     b = w if b is None else b
     args = (x, w, b, y, stats, M, N, N)
@@ -626,20 +626,17 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Weight and bias are as long as a row, so each row reads as much of them as of
 # itself. These reads do not count in the rates.
 #
-# At 32768, ``torch.compile`` is faster in the forward of LayerNorm and in the
-# backward of RMSNorm. The table of rows under way shows from how many rows on
-# more of them bring nothing.
+# The table of rows under way shows from how many rows on more of them bring
+# nothing.
 #
 # The backward moves at least ``x``, ``dy`` and ``dx``. The op reads ``x`` and
-# ``dy`` in two passes, and once more for the gradients of the vectors. Only the
-# second pass can find its row in L2: the kernel for the vectors starts after
-# the whole matrix has gone through. So it moves five matrices at least and
-# seven at most: 0.6 and 0.43 of the roof, if nothing else took time. Where the
-# table has less, these matrices alone do not explain it.
+# ``dy`` twice: five matrices, or 0.6 of the roof if nothing else took time. The
+# second kernel starts after the whole matrix has gone through, so it can find
+# only the last rows in L2.
 #
-# One row, or a few, leave most of the GPU idle, as no two programs share a row.
-# Rows that do not begin at a multiple of 16 bytes are loaded in smaller pieces,
-# as ``unaligned_rows.py`` explains.
+# In the forward no two programs share a row: one row, or a few, leave most of
+# the GPU idle. Rows that do not begin at a multiple of 16 bytes are loaded in
+# smaller pieces, as ``unaligned_rows.py`` explains.
 
 # %%
 # Break it: the mean of the squares

@@ -9,6 +9,7 @@
 # dtypes = ["float16", "bfloat16", "float32", "float64"]
 # backward = true
 # deterministic = true
+# longer = "rows stay in registers, take two passes, or are cut into parts"
 #
 # [tool.triton-gallery.not_for]  # with 32 warps; the launcher gives it 16
 # online_kernel = ["gfx942"]
@@ -373,8 +374,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # The op takes rows of any length up to ``2**30``. Rows that fit stay in
 # registers, as on the page ``softmax.py``, but always in one block. Rows of
 # more than 2048 elements that do not all begin at a multiple of 16 bytes take
-# two passes instead: only the two passes split a row into body and edges. The
-# op is registered as ``what_a_call_costs.py`` shows.
+# two passes instead: only the two passes split a row into body and edges. If
+# there are fewer rows than multiprocessors, and they have more than 64 KB,
+# several programs share a row: the second exercise asks how. The op is
+# registered as ``what_a_call_costs.py`` shows.
 
 from triton_gallery_ops.softmax_long import (
     SOFTMAX_LONG_ACC,
@@ -391,11 +394,10 @@ from triton_gallery_ops.softmax_long import (
 
 # %%
 # What did each step gain? The first two have eight warps here. Where rows fit
-# into registers, the table has both ways. Backward the op takes registers at
-# 10000 and two passes at 32000, on an H100 the slower way each time. The
-# registers and those *spilled*, which a thread keeps in memory, are of the
-# longest row in each line. The backward moves three matrices instead of two, so
-# its rate counts 1.5 times the bytes.
+# into registers, the table has both ways. The registers and those *spilled*,
+# which a thread keeps in memory, are of the longest row in each line. The
+# backward moves three matrices instead of two, so its rate counts 1.5 times the
+# bytes.
 
 
 def run(kernel, plan, kind, *tensors, **changes):
@@ -566,19 +568,14 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
-# In half precision, aligned rows of up to 8192 elements are read once, and
-# backward those of up to 16384. Longer rows are read twice, and the second time
-# from L2 if it still holds them. Without that, a forward has 0.67 of the roof
-# at most, and a backward, with five matrices for three, 0.6. A higher rate
-# shows that L2 served reads. The forward is as fast as the copy at 16384 and
-# 32000.
+# In half precision, aligned rows of up to 8192 elements are read once. Longer
+# rows are read twice, and the second time from L2 if it still holds them.
+# Without that, a forward has 0.67 of the roof at most, and a backward, with
+# five matrices for three, 0.6. A higher rate shows that L2 served reads.
 #
 # In the table of the best warps, ``columns`` at 131072 has 32, and so as many
 # rows under way as the op, but little more than 0.67 of the roof. The op also
 # has the hints, and its second pass goes the other way.
-#
-# ``torch.compile`` is a little faster backward at 4096, and more so at 32000.
-# There, registers are faster than the op's two passes, as the table shows.
 #
 # The longer the rows, the fewer fit into L2. The table of rows under way has
 # both sides: too few loads in flight, and more rows than L2 holds. Backward two
@@ -586,8 +583,6 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # such row for each of 132 multiprocessors, as an H100 or H200 has, makes 138
 # MB, and the L2 of an H100 has 50 MB. So a part of the second pass reads
 # memory.
-#
-# One row, or a few, leave most of the GPU idle, as no two programs share a row.
 
 # %%
 # Break it: a maximum that starts at -inf
@@ -618,7 +613,7 @@ if __name__ == "__main__":
 #
 # 1. Cross entropy's gradient is the softmax, less one at the target. What would
 #    change in the kernel?
-# 2. One multiprocessor reads a single row of 128256. How could many share it?
+# 2. One program would read a single row of 128256. How can many share it?
 #
 # To read on: the online softmax's `paper
 # <https://arxiv.org/abs/1805.02867>`_, ``cross_entropy.py``, and
@@ -633,4 +628,4 @@ if __name__ == "__main__":
 #
 # **2.** Each program takes a part of the row, and writes its ``m`` and ``s``. A
 # second kernel corrects each ``s`` to the largest ``m``, as the loop does, adds
-# them up, and writes the result.
+# them up, and writes the result. The op does so.

@@ -30,6 +30,7 @@ DECODE_ATTENTION_DTYPES = {
 DECODE_ATTENTION_STEPS = {16: 128, 32: 128, 64: 128, 128: 64, 256: 32}
 DECODE_ATTENTION_ROWS = 64  # of a tile: queries times heads of a group
 DECODE_ATTENTION_KEYS = 64  # of a part, at least
+DECODE_ATTENTION_LONG = 1024  # at least, where a multiprocessor gets a second
 DECODE_ATTENTION_PARTS = 128  # of a sequence, at most
 
 
@@ -277,12 +278,17 @@ def _decode_attention_processors(device):
 
 def _decode_attention_parts(programs, longest, cache):
     """Return in how many parts to split sequences, by a bound of lengths."""
-    # A program for each multiprocessor. To convert float8 takes instructions,
-    # so its programs are two.
-    each = 2 if cache.dtype.itemsize == 1 else 1
-    enough = each * _decode_attention_processors(cache.device) // programs
-    most = min(DECODE_ATTENTION_PARTS, longest // DECODE_ATTENTION_KEYS)
-    return max(1, min(enough, most))
+    # A program for each multiprocessor, and a second one, which loads while the
+    # first computes, if its loop is long enough to outweigh its start. To
+    # convert float8 takes instructions, so there it need not be long.
+    processors = _decode_attention_processors(cache.device)
+    small = cache.dtype.itemsize == 1
+    long = DECODE_ATTENTION_KEYS if small else DECODE_ATTENTION_LONG
+    parts = max(
+        min(processors // programs, longest // DECODE_ATTENTION_KEYS),
+        min(2 * processors // programs, longest // long),
+    )
+    return max(1, min(parts, DECODE_ATTENTION_PARTS))
 
 
 def _decode_attention_check(window, softcap, **given):

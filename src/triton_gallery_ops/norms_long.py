@@ -4,10 +4,11 @@
 elements, in two passes. The first finds the statistics; LayerNorm's variance
 does not cancel (Welford, 1962; Chan, Golub and LeVeque, 1983). The second
 writes the result, and the L2 cache can serve it. Use ``layer_norm`` and
-``rms_norm`` for rows that fit in registers. One program handles a row, so a few
-rows leave most of the GPU idle; unaligned rows are loaded in smaller pieces.
-Weight, eps and LayerNorm's bias are required. Deterministic on a given GPU
-model. Has a backward, but no second derivative.
+``rms_norm`` for rows that fit in registers. One program of the forward handles
+a row, so a few rows leave most of the GPU idle; unaligned rows are loaded in
+smaller pieces. Weight, eps and LayerNorm's bias are required. Deterministic on
+a given GPU model. Has a backward, but no second derivative: it sums each row,
+then computes all gradients in tiles.
 """
 
 import functools
@@ -30,10 +31,11 @@ NORMS_LONG_PARTS = 0.15, 0.3
 # For each case: the warps of a program, and how many bytes of each tensor a
 # thread loads in a turn
 NORMS_LONG_PROGRAMS = (16, 16), (32, 16), (32, 32)
-# The same, where 32 warps are too many
+# The same on AMD's GPUs, where 16 warps are 1024 threads, the most
 NORMS_LONG_SMALL = (16, 16), (16, 16), (16, 64)
-NORMS_LONG_TILE_M = 4  # rows of a tile, for the weight's gradient
-NORMS_LONG_TILE_N = 2048  # bytes of each of these rows
+NORMS_LONG_EACH = 4  # programs of the backward for each multiprocessor
+NORMS_LONG_SUMS = 8, 16  # warps, and the bytes of a row for a thread
+NORMS_LONG_TILE = 4, 4, 16  # the same for tiles, with their rows in between
 
 
 @triton.jit
@@ -110,12 +112,12 @@ def _norms_long_kernel(
 
 
 @triton.jit
-def _norms_long_backward_kernel(
+def _norms_long_sums_kernel(
     dy_ptr,
     x_ptr,
     weight_ptr,
     stats_ptr,
-    dx_ptr,
+    rows_ptr,
     M,
     N,
     stride_xm,
@@ -126,61 +128,44 @@ def _norms_long_backward_kernel(
 ):
     # VEC divides them, which the compiler learns here: it loads VEC at once.
     N, stride_xm = N // VEC * VEC, stride_xm // VEC * VEC
-    columns = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
     # In int32 a row's offset would overflow past element 2**31.
     row = tl.program_id(axis=0).to(tl.int64)
+    part, parts = tl.program_id(axis=1), tl.num_programs(axis=1)
     x_row = x_ptr + row * stride_xm
     dy_row = dy_ptr + row * N
-    r = tl.load(stats_ptr + row)
     mean = tl.load(stats_ptr + M + row) if CENTER else 0.0
     # Each column has its own: no thread waits for another in the loop.
     sum_g = tl.zeros((BLOCK_N,), dtype=ACC)
     sum_gd = tl.zeros((BLOCK_N,), dtype=ACC)
-    for start in range(0, N, BLOCK_N):
-        offs = start + columns  # (BLOCK_N,)
+    # Few rows have several programs each. Their parts are whole blocks.
+    span = tl.cdiv(tl.cdiv(N, parts), BLOCK_N) * BLOCK_N
+    end = tl.minimum((part + 1) * span, N)
+    for start in range(part * span, end, BLOCK_N):
+        offs = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+        # Zeros past the end add to no sum.
         mask = offs < N
-        # All of it is read again, and evicted last. Zeros add to no sum.
-        x = tl.load(
-            x_row + offs, mask=mask, other=0, eviction_policy="evict_last"
-        )
-        dy = tl.load(
-            dy_row + offs, mask=mask, other=0, eviction_policy="evict_last"
-        )
+        x = tl.load(x_row + offs, mask=mask, other=0)
+        dy = tl.load(dy_row + offs, mask=mask, other=0)
         weight = tl.load(
             weight_ptr + offs, mask=mask, other=0, eviction_policy="evict_last"
         )
         g = dy.to(ACC) * weight.to(ACC)  # (BLOCK_N,)
         sum_g += g
         sum_gd += g * (x.to(ACC) - mean)
-    # Both factors r wait until here: in the loop they would take registers.
-    c = tl.sum(sum_gd, axis=0) / N * r * r
-    # Only a mean has a gradient through the sum of g.
-    shift = tl.sum(sum_g, axis=0) / N if CENTER else 0.0
-    # From the end to the start, as the caches saw the end last.
-    last = (N - 1) // BLOCK_N * BLOCK_N
-    for step in range(0, N, BLOCK_N):
-        offs = last - step + columns  # (BLOCK_N,)
-        mask = offs < N
-        x = tl.load(x_row + offs, mask=mask, eviction_policy="evict_first")
-        dy = tl.load(dy_row + offs, mask=mask, eviction_policy="evict_first")
-        weight = tl.load(
-            weight_ptr + offs, mask=mask, eviction_policy="evict_last"
-        )
-        g = dy.to(ACC) * weight.to(ACC)  # (BLOCK_N,)
-        dx = (g - shift - (x.to(ACC) - mean) * c) * r
-        tl.store(
-            dx_ptr + row * N + offs,
-            dx,
-            mask=mask,
-            eviction_policy="evict_first",
-        )
+    at = row * parts + part
+    tl.store(rows_ptr + at, tl.sum(sum_gd, axis=0))
+    if CENTER:  # only a mean has a gradient through the sum of g
+        tl.store(rows_ptr + M * parts + at, tl.sum(sum_g, axis=0))
 
 
 @triton.jit
-def _norms_long_weight_kernel(
+def _norms_long_gradients_kernel(
     dy_ptr,
     x_ptr,
+    weight_ptr,
     stats_ptr,
+    rows_ptr,
+    dx_ptr,
     sums_ptr,
     M,
     N,
@@ -195,32 +180,57 @@ def _norms_long_weight_kernel(
     N, stride_xm = N // VEC * VEC, stride_xm // VEC * VEC
     offs_n = tl.program_id(axis=0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     first, programs = tl.program_id(axis=1), tl.num_programs(axis=1)
-    # One row of sums for each row of a tile: a sum across a tile's rows in each
-    # turn could have threads wait for each other there.
-    dw = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
-    db = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
-    # If programs took whichever tile is next, the order of the sums, and with
-    # it their last bits, would change from call to call.
-    for tile in tl.range(first, tl.cdiv(M, BLOCK_M), programs):
+    weight = tl.load(weight_ptr + offs_n, mask=offs_n < N).to(ACC)
+    # A thread has the same columns of all rows of a tile: no thread waits for
+    # another in the loop.
+    dw = tl.zeros((1, BLOCK_N), dtype=ACC)
+    db = tl.zeros((1, BLOCK_N), dtype=ACC)
+    # From the last row to the first, as the caches saw the last ones last. If
+    # programs took whichever tile is next, the order of the sums, and with it
+    # their last bits, would change from call to call.
+    tiles = tl.cdiv(M, BLOCK_M)
+    for tile in tl.range(first, tiles, programs):
         # In int32 a row's offset would overflow past element 2**31.
-        offs_m = tl.cast(tile, tl.int64) * BLOCK_M
+        offs_m = tl.cast(tiles - 1 - tile, tl.int64) * BLOCK_M
         offs_m += tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
-        mask = (offs_m < M) & (offs_n < N)  # (BLOCK_M, BLOCK_N)
-        x = tl.load(x_ptr + offs_m * stride_xm + offs_n, mask=mask, other=0)
-        dy = tl.load(dy_ptr + offs_m * N + offs_n, mask=mask, other=0).to(ACC)
-        h = x.to(ACC)  # (BLOCK_M, BLOCK_N)
+        inside = offs_m < M
+        mask = inside & (offs_n < N)  # (BLOCK_M, BLOCK_N)
+        # Nobody reads these elements again.
+        x = tl.load(
+            x_ptr + offs_m * stride_xm + offs_n,
+            mask=mask,
+            other=0,
+            eviction_policy="evict_first",
+        )
+        dy = tl.load(
+            dy_ptr + offs_m * N + offs_n,
+            mask=mask,
+            other=0,
+            eviction_policy="evict_first",
+        ).to(ACC)
+        r = tl.load(stats_ptr + offs_m, mask=inside, other=0)  # (BLOCK_M, 1)
+        c = tl.load(rows_ptr + offs_m, mask=inside, other=0) / N * r * r
+        d = x.to(ACC)  # (BLOCK_M, BLOCK_N)
+        g = dy * weight  # (BLOCK_M, BLOCK_N)
         if CENTER:
-            h -= tl.load(stats_ptr + M + offs_m, mask=offs_m < M, other=0)
-            db += dy
+            d -= tl.load(stats_ptr + M + offs_m, mask=inside, other=0)
+            g -= tl.load(rows_ptr + M + offs_m, mask=inside, other=0) / N
+            db += tl.sum(dy, axis=0, keep_dims=True)
         # Rows past the last one have dy = 0, and add nothing.
-        dw += dy * (h * tl.load(stats_ptr + offs_m, mask=offs_m < M, other=0))
+        dw += tl.sum(dy * (d * r), axis=0, keep_dims=True)
+        tl.store(
+            dx_ptr + offs_m * N + offs_n,
+            (g - d * c) * r,
+            mask=mask,
+            eviction_policy="evict_first",
+        )
     # Each program stores a row of its own. Atomic additions to one row would
     # come in another order each time.
     sums_ptrs = sums_ptr + first.to(tl.int64) * N + offs_n  # (1, BLOCK_N)
-    tl.store(sums_ptrs, tl.sum(dw, axis=0, keep_dims=True), mask=offs_n < N)
+    tl.store(sums_ptrs, dw, mask=offs_n < N)
     if CENTER:
         sums_ptrs += programs.to(tl.int64) * N
-        tl.store(sums_ptrs, tl.sum(db, axis=0, keep_dims=True), mask=offs_n < N)
+        tl.store(sums_ptrs, db, mask=offs_n < N)
 
 
 def _norms_long_check(name, matrices, vectors):
@@ -260,19 +270,17 @@ def _norms_long_gpu(device):
     return gpu.multi_processor_count, gpu.L2_cache_size
 
 
-def _norms_long_plan(x, stride, tensors, center):
-    """Return how to launch, if ``tensors`` tensors are read twice."""
+def _norms_long_plan(x, stride, center):
+    """Return how to launch the forward."""
     N, size = int(x.shape[-1]), x.element_size()
     processors, cache = _norms_long_gpu(x.device)
-    taken = processors * tensors * N * size  # bytes of the cache
+    taken = processors * N * size  # bytes of the cache
     vec = math.gcd(N, stride, 16 // size)
     # In half precision, rows that do not begin at multiples of 16 bytes are
     # fastest as in the first case.
     parts = NORMS_LONG_PARTS if size > 2 or vec == 8 else ()
-    # LayerNorm's backward is faster with 16 warps. On AMD's GPUs, they are 1024
-    # threads, and a program has no more.
-    few = torch.version.hip or (center and tensors == 2)
-    programs = NORMS_LONG_SMALL if few else NORMS_LONG_PROGRAMS
+    hip = torch.version.hip
+    programs = NORMS_LONG_SMALL if hip else NORMS_LONG_PROGRAMS
     warps, thread = programs[sum(taken > part * cache for part in parts)]
     two = center and size == 2 and (warps, thread) == (32, 16)
     return {
@@ -285,19 +293,27 @@ def _norms_long_plan(x, stride, tensors, center):
     }
 
 
-def _norms_long_plan_weight(x):
-    """Return the grid and the tile for the gradients of weight and bias."""
-    N = int(x.shape[-1])
-    BLOCK_M, BLOCK_N = NORMS_LONG_TILE_M, NORMS_LONG_TILE_N // x.element_size()
-    groups = triton.cdiv(N, BLOCK_N)
-    # Four programs for each multiprocessor, but no more than tiles
-    most = triton.cdiv(4 * _norms_long_gpu(x.device)[0], groups)
-    programs = min(most, triton.cdiv(x.numel() // N, BLOCK_M))
-    return (groups, programs), {
-        "BLOCK_M": BLOCK_M,
-        "BLOCK_N": BLOCK_N,
-        "num_warps": 8,
+def _norms_long_plan_backward(x, stride):
+    """Return the grids and the blocks of both kernels of the backward."""
+    N, size = int(x.shape[-1]), x.element_size()
+    M = x.numel() // N
+    known = {
+        "ACC": NORMS_LONG_ACC[x.dtype],
+        "VEC": math.gcd(N, stride, 16 // size),
     }
+    # Few rows are cut into parts, but into no more than blocks.
+    programs = NORMS_LONG_EACH * _norms_long_gpu(x.device)[0]
+    warps, thread = NORMS_LONG_SUMS
+    BLOCK_N = min(32 * warps * thread // size, triton.next_power_of_2(N))
+    parts = min(triton.cdiv(programs, M), triton.cdiv(N, BLOCK_N))
+    sums = known | {"BLOCK_N": BLOCK_N, "num_warps": warps}
+    warps, BLOCK_M, thread = NORMS_LONG_TILE
+    BLOCK_N = 32 * warps * thread // size
+    groups = triton.cdiv(N, BLOCK_N)
+    # One more for each strip would have to wait until others end.
+    rows = min(max(1, programs // groups), triton.cdiv(M, BLOCK_M))
+    tile = {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "num_warps": warps}
+    return (M, parts), sums, (groups, rows), known | tile
 
 
 def _norms_long_launch(x, weight, bias, eps, kernel=_norms_long_kernel):
@@ -313,7 +329,7 @@ def _norms_long_launch(x, weight, bias, eps, kernel=_norms_long_kernel):
     N = int(y.shape[-1])
     M, weight = y.numel() // N, weight.contiguous()
     pointers = x, weight, bias.contiguous() if center else weight, y, stats
-    plan = _norms_long_plan(y, stride_xm, 1, center)
+    plan = _norms_long_plan(y, stride_xm, center)
     # Triton launches on the current GPU, which may not be that of x.
     with torch.accelerator.device_index(x.device.index):
         kernel[(M,)](*pointers, M, N, stride_xm, EPS=eps, CENTER=center, **plan)
@@ -325,12 +341,12 @@ def _norms_long_backward_launch(
     x,
     weight,
     stats,
-    kernel=_norms_long_backward_kernel,
-    weight_kernel=_norms_long_weight_kernel,
+    sums_kernel=_norms_long_sums_kernel,
+    kernel=_norms_long_gradients_kernel,
 ):
     _norms_long_check("norms_long_backward", [dy, x], [weight])
-    kinds, rows = len(stats), math.prod(x.shape[:-1])
-    if kinds not in (1, 2) or tuple(stats.shape[1:]) != (rows,):
+    kinds, M = len(stats), math.prod(x.shape[:-1])
+    if kinds not in (1, 2) or tuple(stats.shape[1:]) != (M,):
         raise ValueError(
             "norms_long_backward takes the stats of as many rows, not of shape "
             f"{tuple(stats.shape)}"
@@ -340,18 +356,16 @@ def _norms_long_backward_launch(
         return dx, weight.new_zeros(kinds, *weight.shape)
     x, stride_xm = _norms_long_rows(x)
     N = int(dx.shape[-1])
-    dy, stats = dy.contiguous(), stats.contiguous()
-    center = kinds == 2
-    plan = _norms_long_plan(dx, stride_xm, 2, center)
-    groups, tile = _norms_long_plan_weight(dx)
-    sums = stats.new_empty(kinds, groups[1], N)
-    sizes = (dx.numel() // N, N, stride_xm)
+    M = dx.numel() // N
+    given = dy.contiguous(), x, weight.contiguous(), stats.contiguous()
+    grid, plan, tiles, tile = _norms_long_plan_backward(dx, stride_xm)
+    rows = stats.new_empty(kinds, *grid)
+    sums = stats.new_empty(kinds, tiles[1], N)
+    sizes, center = (M, N, stride_xm), kinds == 2
     with torch.accelerator.device_index(dx.device.index):
-        kernel[(sizes[0],)](
-            dy, x, weight.contiguous(), stats, dx, *sizes, CENTER=center, **plan
-        )
-        plan |= tile
-        weight_kernel[groups](dy, x, stats, sums, *sizes, CENTER=center, **plan)
+        sums_kernel[grid](*given, rows, *sizes, CENTER=center, **plan)
+        rows = rows.sum(-1) if grid[1] > 1 else rows
+        kernel[tiles](*given, rows, dx, sums, *sizes, CENTER=center, **tile)
     return dx, sums.sum(1).to(dx.dtype)
 
 
@@ -380,8 +394,8 @@ def norms_long_backward(
     bias's.
     """
     kernels = (
-        wrap_triton(_norms_long_backward_kernel),
-        wrap_triton(_norms_long_weight_kernel),
+        wrap_triton(_norms_long_sums_kernel),
+        wrap_triton(_norms_long_gradients_kernel),
     )
     return _norms_long_backward_launch(dy, x, weight, stats, *kernels)
 

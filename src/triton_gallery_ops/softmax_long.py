@@ -4,10 +4,10 @@ Like ``torch.softmax(x, -1)``, for rows of up to 2**30 elements. Rows that fit
 in registers, if short or aligned, are read once. Others take two passes: the
 online softmax (Milakov and Gimelshein, 2018, arXiv:1805.02867) finds maximum
 and sum in the first, and the L2 cache can serve the second, which writes the
-result. One program handles a row, so a few rows leave most of the GPU idle;
-``few_long_rows`` spreads a row over many programs, but returns only its sum or
-log-sum-exp. ``softmax`` is for rows that fit in registers. Deterministic on a
-given GPU model. Has a backward, but no second derivative.
+result. One program handles a row. Where rows are fewer than multiprocessors,
+many programs share a row, in one launch for each pass. ``softmax`` is for rows
+that fit in registers. Deterministic on a given GPU model. Has a backward, but
+no second derivative.
 """
 
 import functools
@@ -26,10 +26,12 @@ SOFTMAX_LONG_ACC = {
     torch.float64: tl.float64,
 }
 SOFTMAX_LONG_LOG2_E = tl.constexpr(math.log2(math.e))
-# Bytes of a row that stays in registers, at most: forward in the accumulator's
-# type, backward in the row's own. In half precision half of that, as two passes
-# are faster there.
+# Bytes of a row that stays in registers, at most, in the accumulator's type. In
+# half precision half of that, as two passes are faster there.
 SOFTMAX_LONG_WHOLE = 64 * 1024
+SOFTMAX_LONG_FEW = 64 * 1024  # bytes of a row that programs share, if few, more
+SOFTMAX_LONG_EACH = 4  # such programs for each multiprocessor
+SOFTMAX_LONG_PART = 8 * 1024  # bytes that such a program loads in a turn
 SOFTMAX_LONG_SINGLE = 2048  # elements, where each is loaded by itself
 SOFTMAX_LONG_TILE = 8 * 1024  # bytes of short rows that share a program
 SOFTMAX_LONG_THREAD = 128  # bytes of a row for a thread
@@ -108,6 +110,29 @@ def _softmax_long_exp(x):
 
 
 @triton.jit
+def _softmax_long_start(ACC: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return maxima and sums of columns, to which nothing was added."""
+    # From -inf on, the difference of two maxima could be NaN.
+    DOUBLE: tl.constexpr = tl.float64 == ACC
+    LOWEST: tl.constexpr = (
+        -1.7976931348623157e308 if DOUBLE else -3.4028234663852886e38
+    )
+    # Each column has its own: no thread waits for another in the loop.
+    m = tl.full((BLOCK_N,), LOWEST, dtype=ACC)
+    return m, tl.zeros((BLOCK_N,), dtype=ACC)
+
+
+@triton.jit
+def _softmax_long_add(x, m, s):
+    """Add rows of a tile to the maximum and the sum of each column."""
+    larger = tl.maximum(m, tl.max(x, axis=0))  # (BLOCK_N,)
+    # What is in s was added while the maximum was m.
+    s *= _softmax_long_exp(m - larger)
+    s += tl.sum(_softmax_long_exp(x - larger[None, :]), axis=0)
+    return larger, s
+
+
+@triton.jit
 def _softmax_long_divide(x_ptr, start, N, VEC: tl.constexpr):
     """Return a row's body, its length, its edges and which there are."""
     head = ((VEC - start % VEC) % VEC).to(tl.int32)
@@ -133,11 +158,6 @@ def _softmax_long_kernel(
     VEC: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    # From -inf on, the difference of two maxima could be NaN.
-    DOUBLE: tl.constexpr = tl.float64 == ACC
-    LOWEST: tl.constexpr = (
-        -1.7976931348623157e308 if DOUBLE else -3.4028234663852886e38
-    )
     BLOCK: tl.constexpr = 4 * BLOCK_N
     # In int32 a row's offset would overflow past element 2**31.
     row = tl.program_id(axis=0).to(tl.int64)
@@ -148,9 +168,7 @@ def _softmax_long_kernel(
     x_e = tl.load(x_edges, mask=mask_e, other=-float("inf")).to(ACC)
     block = tl.arange(0, 4)[:, None] * BLOCK_N  # (4, 1)
     block += tl.arange(0, BLOCK_N)[None, :]  # (4, BLOCK_N)
-    # Each column has its own: no thread waits for another in the loop.
-    m = tl.full((BLOCK_N,), LOWEST, dtype=ACC)
-    s = tl.zeros((BLOCK_N,), dtype=ACC)
+    m, s = _softmax_long_start(ACC, BLOCK_N)
     # Up to N: end comes from x_ptr. If a store's address depended on it,
     # torch.compile would take x for written, and copy it.
     for start in range(0, N, BLOCK):
@@ -161,12 +179,7 @@ def _softmax_long_kernel(
             other=-float("inf"),
             eviction_policy="evict_last",  # the second pass reads it again
         )
-        x = x.to(ACC)  # (4, BLOCK_N)
-        larger = tl.maximum(m, tl.max(x, axis=0))  # (BLOCK_N,)
-        # What is in s was added while the maximum was m.
-        s *= _softmax_long_exp(m - larger)
-        s += tl.sum(_softmax_long_exp(x - larger[None, :]), axis=0)
-        m = larger
+        m, s = _softmax_long_add(x.to(ACC), m, s)
     # The edges are no part of the body, but of the row.
     top = tl.maximum(tl.max(m, axis=0), tl.max(x_e, axis=0))
     e = _softmax_long_exp(x_e - top)  # (2 * VEC,)
@@ -235,6 +248,123 @@ def _softmax_long_backward_kernel(
         tl.store(d_body + offs, d, mask=mask, eviction_policy="evict_first")
 
 
+@triton.jit
+def _softmax_long_part(N, BLOCK: tl.constexpr):
+    """Return a program's row and number, and where its part begins and ends."""
+    # In int32 a row's offset would overflow past element 2**31.
+    row = tl.program_id(axis=0).to(tl.int64)
+    part, parts = tl.program_id(axis=1), tl.num_programs(axis=1)
+    # Parts are whole blocks, so that they begin at multiples of 16 bytes if the
+    # row does.
+    span = tl.cdiv(tl.cdiv(N, parts), BLOCK) * BLOCK
+    begin = part * span
+    return row, row * parts + part, begin, tl.minimum(begin + span, N)
+
+
+@triton.jit
+def _softmax_long_parts_kernel(
+    x_ptr,
+    m_ptr,
+    s_ptr,
+    N,
+    stride_xm,
+    ACC: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # VEC divides them, which the compiler learns here: it loads VEC at once.
+    N, stride_xm = N // VEC * VEC, stride_xm // VEC * VEC
+    row, at, begin, end = _softmax_long_part(N, BLOCK_N)
+    COLUMNS: tl.constexpr = BLOCK_N // 4
+    block = tl.arange(0, 4)[:, None] * COLUMNS  # (4, 1)
+    block += tl.arange(0, COLUMNS)[None, :]  # (4, COLUMNS)
+    m, s = _softmax_long_start(ACC, COLUMNS)
+    for start in range(begin, end, BLOCK_N):
+        offs = start + block  # (4, COLUMNS)
+        x_ptrs = x_ptr + row * stride_xm + offs
+        x = tl.load(x_ptrs, mask=offs < N, other=-float("inf"))
+        m, s = _softmax_long_add(x.to(ACC), m, s)
+    top = tl.max(m, axis=0)
+    tl.store(m_ptr + at, top)
+    tl.store(s_ptr + at, tl.sum(s * _softmax_long_exp(m - top), axis=0))
+
+
+@triton.jit
+def _softmax_long_merge_kernel(
+    x_ptr,
+    m_ptr,
+    s_ptr,
+    y_ptr,
+    N,
+    stride_xm,
+    ACC: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # VEC divides them, which the compiler learns here: it loads VEC at once.
+    N, stride_xm = N // VEC * VEC, stride_xm // VEC * VEC
+    row, _, begin, end = _softmax_long_part(N, BLOCK_N)
+    parts = tl.num_programs(axis=1)
+    offs_p = tl.arange(0, BLOCK_P)  # (BLOCK_P,)
+    at, mask = row * parts + offs_p, offs_p < parts
+    m = tl.load(m_ptr + at, mask=mask, other=-float("inf"))
+    s = tl.load(s_ptr + at, mask=mask, other=0)
+    top = tl.max(m, axis=0)
+    total = tl.sum(s * _softmax_long_exp(m - top), axis=0)
+    for start in range(begin, end, BLOCK_N):
+        offs = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+        x = tl.load(x_ptr + row * stride_xm + offs, mask=offs < N)
+        y = _softmax_long_exp(x.to(ACC) - top) / total
+        tl.store(y_ptr + row * N + offs, y, mask=offs < N)
+
+
+@triton.jit
+def _softmax_long_parts_backward_kernel(
+    g_ptr,
+    y_ptr,
+    s_ptr,
+    N,
+    ACC: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    N = N // VEC * VEC
+    row, at, begin, end = _softmax_long_part(N, BLOCK_N)
+    s = tl.zeros((BLOCK_N,), dtype=ACC)
+    for start in range(begin, end, BLOCK_N):
+        offs = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+        g = tl.load(g_ptr + row * N + offs, mask=offs < N, other=0)
+        y = tl.load(y_ptr + row * N + offs, mask=offs < N, other=0)
+        s += g.to(ACC) * y.to(ACC)
+    tl.store(s_ptr + at, tl.sum(s, axis=0))
+
+
+@triton.jit
+def _softmax_long_merge_backward_kernel(
+    g_ptr,
+    y_ptr,
+    s_ptr,
+    d_ptr,
+    N,
+    ACC: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    N = N // VEC * VEC
+    row, _, begin, end = _softmax_long_part(N, BLOCK_N)
+    parts = tl.num_programs(axis=1)
+    offs_p = tl.arange(0, BLOCK_P)  # (BLOCK_P,)
+    s = tl.load(s_ptr + row * parts + offs_p, mask=offs_p < parts, other=0)
+    total = tl.sum(s, axis=0)
+    for start in range(begin, end, BLOCK_N):
+        offs = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+        g = tl.load(g_ptr + row * N + offs, mask=offs < N).to(ACC)
+        y = tl.load(y_ptr + row * N + offs, mask=offs < N).to(ACC)
+        tl.store(d_ptr + row * N + offs, y * (g - total), mask=offs < N)
+
+
 @functools.cache
 def _softmax_long_gpu(device):
     """Return a GPU's number of multiprocessors and the bytes of its L2."""
@@ -254,12 +384,12 @@ def _softmax_long_check(x, name):
     return N
 
 
-def _softmax_long_fits(N, stride, size, bytes_each):
+def _softmax_long_fits(N, stride, size):
     """Return whether rows stay in registers."""
     aligned = math.gcd(N, stride, 16 // size) * size == 16
     few = SOFTMAX_LONG_SINGLE >= N
     most = SOFTMAX_LONG_WHOLE // (2 if size == 2 else 1)
-    return N * bytes_each <= most and (aligned or few)
+    return N * max(4, size) <= most and (aligned or few)
 
 
 def _softmax_long_whole_plan(x, M, N, stride):
@@ -299,8 +429,31 @@ def _softmax_long_plan(x, M, N, stride, tensors):
     }
 
 
+def _softmax_long_parts_plan(x, M, N, stride):
+    """Return how to launch if programs share rows: no grid if they do not."""
+    size = x.element_size()
+    processors, _ = _softmax_long_gpu(x.device)
+    if processors <= M or N * size <= SOFTMAX_LONG_FEW:
+        return None, {}, 1
+    BLOCK = SOFTMAX_LONG_PART // size
+    programs = SOFTMAX_LONG_EACH * processors
+    # One row has the most parts, whose number is no more than its blocks.
+    most = min(programs, triton.cdiv(N, BLOCK))
+    options = {
+        "ACC": SOFTMAX_LONG_ACC[x.dtype],
+        "VEC": math.gcd(N, stride, 16 // size),
+        "BLOCK_N": BLOCK,
+    }
+    grid = (M, min(most, triton.cdiv(programs, M)))
+    return grid, options, most
+
+
 def _softmax_long_launch(
-    x, whole=_softmax_long_whole_kernel, passes=_softmax_long_kernel
+    x,
+    whole=_softmax_long_whole_kernel,
+    passes=_softmax_long_kernel,
+    parts=_softmax_long_parts_kernel,
+    merge=_softmax_long_merge_kernel,
 ):
     N = _softmax_long_check(x, "softmax_long")
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -311,17 +464,25 @@ def _softmax_long_launch(
         x = x.reshape(-1, N)
         x = x if x.stride(1) == 1 else x.contiguous()
         stride = int(x.stride(0))
-    M = y.numel() // N
-    size = x.element_size()
-    if _softmax_long_fits(N, stride, size, max(4, size)):
-        kernel = whole
-        grid, options = _softmax_long_whole_plan(x, M, N, stride)
-    else:
-        kernel = passes
-        grid, options = _softmax_long_plan(x, M, N, stride, 1)
+    M, kernel, given = y.numel() // N, merge, (x, y)
+    grid, options, most = _softmax_long_parts_plan(x, M, N, stride)
     # Triton launches on the current GPU, which may not be that of x.
     with torch.accelerator.device_index(x.device.index):
-        kernel[grid](x, y, N=N, stride_xm=stride, **options)
+        if grid is not None:
+            wide = torch.promote_types(x.dtype, torch.float32)
+            # If a shape had the number of parts, torch.compile would compile
+            # for each number of rows.
+            m, s = (x.new_empty(M, most, dtype=wide) for _ in range(2))
+            parts[grid](x, m, s, N=N, stride_xm=stride, **options)
+            given = x, m, s, y
+            options["BLOCK_P"] = triton.next_power_of_2(most)
+        elif _softmax_long_fits(N, stride, x.element_size()):
+            kernel = whole
+            grid, options = _softmax_long_whole_plan(x, M, N, stride)
+        else:
+            kernel = passes
+            grid, options = _softmax_long_plan(x, M, N, stride, 1)
+        kernel[grid](*given, N=N, stride_xm=stride, **options)
     return y
 
 
@@ -330,6 +491,8 @@ def _softmax_long_backward_launch(
     y,
     whole=_softmax_long_whole_backward_kernel,
     passes=_softmax_long_backward_kernel,
+    parts=_softmax_long_parts_backward_kernel,
+    merge=_softmax_long_merge_backward_kernel,
 ):
     N = _softmax_long_check(y, "softmax_long_backward")
     kinds = [(t.dtype, tuple(t.shape), t.device) for t in (grad, y)]
@@ -342,16 +505,22 @@ def _softmax_long_backward_launch(
     d = torch.empty_like(y)
     if d.numel() == 0:
         return d
-    M = d.numel() // N
-    size = y.element_size()
-    if _softmax_long_fits(N, N, size, size):
-        kernel = whole
-        grid, options = _softmax_long_whole_plan(y, M, N, N)
-    else:
-        kernel = passes
-        grid, options = _softmax_long_plan(y, M, N, N, 2)
+    M, kernel, given = d.numel() // N, merge, (grad, y, d)
+    grid, options, most = _softmax_long_parts_plan(y, M, N, N)
     with torch.accelerator.device_index(y.device.index):
-        kernel[grid](grad, y, d, N=N, **options)
+        if grid is not None:
+            wide = torch.promote_types(y.dtype, torch.float32)
+            s = y.new_empty(M, most, dtype=wide)
+            parts[grid](grad, y, s, N=N, **options)
+            given = grad, y, s, d
+            options["BLOCK_P"] = triton.next_power_of_2(most)
+        elif _softmax_long_fits(N, N, y.element_size()):
+            kernel = whole
+            grid, options = _softmax_long_whole_plan(y, M, N, N)
+        else:
+            kernel = passes
+            grid, options = _softmax_long_plan(y, M, N, N, 2)
+        kernel[grid](*given, N=N, **options)
     return d
 
 
@@ -372,8 +541,13 @@ def softmax_long(x: torch.Tensor) -> torch.Tensor:
 
     Under ``torch.autocast`` it casts float16 and bfloat16 to float32.
     """
-    whole = wrap_triton(_softmax_long_whole_kernel)
-    return _softmax_long_launch(x, whole, wrap_triton(_softmax_long_kernel))
+    kernels = (
+        wrap_triton(_softmax_long_whole_kernel),
+        wrap_triton(_softmax_long_kernel),
+        wrap_triton(_softmax_long_parts_kernel),
+        wrap_triton(_softmax_long_merge_kernel),
+    )
+    return _softmax_long_launch(x, *kernels)
 
 
 @triton_op(f"{SOFTMAX_LONG_NAMESPACE}::softmax_long_backward", mutates_args={})
@@ -383,9 +557,13 @@ def softmax_long_backward(grad: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     Takes two tensors of one dtype, shape and device, of any layout, and raises
     as ``softmax_long`` does, and ValueError for two that differ.
     """
-    whole = wrap_triton(_softmax_long_whole_backward_kernel)
-    passes = wrap_triton(_softmax_long_backward_kernel)
-    return _softmax_long_backward_launch(grad, y, whole, passes)
+    kernels = (
+        wrap_triton(_softmax_long_whole_backward_kernel),
+        wrap_triton(_softmax_long_backward_kernel),
+        wrap_triton(_softmax_long_parts_backward_kernel),
+        wrap_triton(_softmax_long_merge_backward_kernel),
+    )
+    return _softmax_long_backward_launch(grad, y, *kernels)
 
 
 # On a GPU a call goes to the launcher; all else goes on to the triton_op.

@@ -15,6 +15,7 @@ import pytest
 import torch
 from case import Case, Draw, Exact, Refused, accumulator, assert_close, check, in_float64
 from compiled import Ask, compiled, graphs
+from hypothesis import given
 from hypothesis import strategies as st
 from inputs import DEVICE, FLOATS, like
 
@@ -394,10 +395,40 @@ def test_rule_of_parts(taken: ModuleType) -> None:
     """Enough programs, twice as many with float8, but not more parts than pay, and at least one."""
     small = torch.empty(1, dtype=torch.float8_e4m3fn)
     parts, of_small = (partial(taken._decode_attention_parts, cache=cache) for cache in (torch.empty(1), small))
-    assert [parts(programs, 100_000) for programs in (1, 2, 5, 16, 17, 1000)] == [16, 8, 3, 1, 1, 1]
-    assert [of_small(programs, 100_000) for programs in (1, 2, 5, 16, 17, 1000)] == [32, 16, 6, 2, 1, 1]
-    least = taken.DECODE_ATTENTION_KEYS
+    assert [parts(programs, 100_000) for programs in (1, 2, 5, 16, 17, 1000)] == [32, 16, 6, 2, 1, 1]
+    least, long = taken.DECODE_ATTENTION_KEYS, taken.DECODE_ATTENTION_LONG
+    assert [parts(programs, 2 * long - 1) for programs in (1, 2, 5, 16, 17, 1000)] == [16, 8, 3, 1, 1, 1]
+    assert [of_small(programs, 2 * long - 1) for programs in (1, 2, 5, 16, 17, 1000)] == [31, 16, 6, 2, 1, 1]
     assert [parts(1, longest) for longest in (0, 1, least, 2 * least - 1, 2 * least)] == [1, 1, 1, 1, 2]
+
+
+@given(
+    programs=st.integers(1, 600),
+    longest=st.integers(0, 300_000),
+    processors=st.sampled_from([16, 108, 132]),
+    dtype=st.sampled_from([torch.float16, torch.float8_e4m3fn]),
+)
+def test_parts_fill_the_gpu(
+    taken: ModuleType, programs: int, longest: int, processors: int, dtype: torch.dtype
+) -> None:
+    """All programs run at once, two on a multiprocessor at most, and parts are as many and as long as promised."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(taken, "_decode_attention_processors", lambda _: processors)
+        parts = taken._decode_attention_parts(programs, longest, torch.empty(1, dtype=dtype))
+    assert 1 <= parts <= taken.DECODE_ATTENTION_PARTS
+    assert parts == 1 or longest // parts >= taken.DECODE_ATTENTION_KEYS
+    assert parts == 1 or programs * parts <= 2 * processors
+    # Above one for each multiprocessor, halves of float16 are long.
+    if dtype == torch.float16 and parts > 1 and programs * parts > processors:
+        assert longest // parts >= taken.DECODE_ATTENTION_LONG
+    # One part more would be too many programs, too short, or more than can be combined.
+    long = longest // (parts + 1) >= taken.DECODE_ATTENTION_LONG
+    wanted = processors * (2 if long or dtype.itemsize == 1 else 1)
+    assert (
+        programs * (parts + 1) > wanted
+        or longest // (parts + 1) < taken.DECODE_ATTENTION_KEYS
+        or parts == taken.DECODE_ATTENTION_PARTS
+    )
 
 
 def test_steps_of_the_page(recipe: ModuleType) -> None:

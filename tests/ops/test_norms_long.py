@@ -13,6 +13,7 @@ import pytest
 import torch
 from case import Case, Draw, Exact, Refused, accumulator
 from compiled import Ask, graphs, ptx
+from hypothesis import given
 from hypothesis import strategies as st
 from inputs import DEVICE, FLOATS, Layout, sizes
 
@@ -274,10 +275,10 @@ def test_plans(taken: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     x, rows = (torch.empty(2, N, dtype=torch.bfloat16, device="meta") for N in (10**6, 1001))
     for N, stride, vec in ((1000, 1000, 8), (1000, 1004, 4), (1000, 1001, 1), (1001, 1000, 1)):
         with cached(taken, 2**10):
-            plan = taken._norms_long_plan(rows[:, :N], stride, 1, False)
+            plan = taken._norms_long_plan(rows[:, :N], stride, False)
         assert (plan["VEC"], plan["num_warps"]) == (vec, 32 if vec == 8 else 16)
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert taken._norms_long_plan(x, 10**6, 1, False)["num_warps"] == 16
+    assert taken._norms_long_plan(x, 10**6, False)["num_warps"] == 16
 
 
 def test_steps_of_the_ladder(recipe: ModuleType) -> None:
@@ -313,7 +314,7 @@ def test_variance_does_not_cancel(taken: ModuleType, N: int) -> None:
 
 def test_means_of_columns_differ(taken: ModuleType) -> None:
     """A row that repeats itself each block: all of its variance lies between the columns (float32)."""
-    plan, N = taken._norms_long_plan(torch.empty(2, 20_000, device="meta"), 20_000, 1, False), 20_000
+    plan, N = taken._norms_long_plan(torch.empty(2, 20_000, device="meta"), 20_000, False), 20_000
     column = torch.arange(N, device=DEVICE) % plan["BLOCK_N"]
     x = column.float().expand(2, N)
     ones, zeros = torch.ones(N, device=DEVICE), torch.zeros(N, device=DEVICE)
@@ -368,6 +369,23 @@ def test_beyond_int32(taken: ModuleType, rows: int, N: int) -> None:
     assert dx.abs_().max() < 1e-2
 
 
+@given(M=st.integers(1, 3000), N=st.integers(1, 300_000), size=st.sampled_from([2, 4, 8]))
+def test_plan_of_the_backward(taken: ModuleType, M: int, N: int, size: int) -> None:
+    """Few rows are shared and many are not, strips cover a row, and both kernels fill the GPU if there is that much."""
+    dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[size]
+    x = torch.empty(1, dtype=dtype, device="meta").expand(M, N)
+    with cached(taken, 2**20, processors=132):
+        (rows, parts), sums, (strips, programs), tile = taken._norms_long_plan_backward(x, N)
+    assert rows == M
+    assert (strips - 1) * tile["BLOCK_N"] < N <= strips * tile["BLOCK_N"]
+    blocks, tiles = -(-N // sums["BLOCK_N"]), -(-M // tile["BLOCK_M"])
+    wanted = taken.NORMS_LONG_EACH * 132
+    assert parts == blocks or M * (parts - 1) < wanted <= M * parts
+    assert parts == 1 or wanted > M
+    assert programs in (1, tiles) or strips * programs <= wanted < strips * (programs + 1)
+    assert programs == 1 or strips * programs <= wanted
+
+
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
@@ -376,12 +394,11 @@ def launches(taken: ModuleType, dtype: torch.dtype, N: int, center: bool) -> lis
     x = torch.empty(10**4, N, dtype=dtype, device="meta")
     acc_type = "fp64" if dtype == torch.float64 else "fp32"
     known = {"dtype": NAMES[dtype], "stats_ptr": acc_type, "CENTER": center}
-    forward, backward = (taken._norms_long_plan(x, N, tensors, center) for tensors in (1, 2))
-    tile = taken._norms_long_plan_weight(x)[1]
+    forward, (_, sums, _, tile) = taken._norms_long_plan(x, N, center), taken._norms_long_plan_backward(x, N)
     return [
         (taken._norms_long_kernel, {**known, **forward, "EPS": EPS}),
-        (taken._norms_long_backward_kernel, {**known, **backward}),
-        (taken._norms_long_weight_kernel, {**known, **backward, **tile, "sums_ptr": acc_type}),
+        (taken._norms_long_sums_kernel, {**known, **sums, "rows_ptr": acc_type}),
+        (taken._norms_long_gradients_kernel, {**known, **tile, "rows_ptr": acc_type, "sums_ptr": acc_type}),
     ]
 
 
@@ -454,7 +471,7 @@ BREAKS = [
         "        offs = N // BLOCK_N * BLOCK_N - step + columns\n        mask = offs < N\n        # Nobody",
     ),
     ("a norm stored without a mask", "row * N + offs, y, mask=mask, ev", "row * N + offs, y, ev"),
-    ("dx stored without a mask", "            dx,\n            mask=mask,\n", "            dx,\n"),
+    ("dx stored without a mask", "(g - d * c) * r,\n            mask=mask,\n", "(g - d * c) * r,\n"),
     (
         "a norm without a bias",
         "            y += tl.load(\n                bias_ptr",
@@ -471,15 +488,18 @@ BREAKS = [
         "    x_row = x_ptr + row * N\n    dy_row",
     ),
     ("rows of x taken for adjacent in tiles", "x_ptr + offs_m * stride_xm", "x_ptr + offs_m * N"),
-    ("a mean without a gradient", "dx = (g - shift - (x", "dx = (g - (x"),
+    ("a mean without a gradient", "            g -= tl.load(", "            g -= 0 * tl.load("),
     ("a gradient of the last block", "        sum_gd += g *", "        sum_gd = g *"),
     ("a shift of the last block", "        sum_g += g\n", "        sum_g = g\n"),
-    ("a weight gradient of the last rows", "        dw += dy * (h", "        dw = dy * (h"),
-    ("a bias gradient of the last rows", "            db += dy\n", "            db = dy\n"),
-    ("rows past the last", "mask = (offs_m < M) & (offs_n < N)  #", "mask = (offs_n < N) & (offs_m >= 0)  #"),
+    ("a weight gradient of the last rows", "        dw += tl.sum(", "        dw = tl.sum("),
+    ("a bias gradient of the last rows", "            db += tl.sum(", "            db = tl.sum("),
+    ("rows past the last", "inside = offs_m < M", "inside = offs_m >= 0"),
     ("partial sums over each other", "sums_ptrs += programs.to(tl.int64) * N", "sums_ptrs += N"),
-    ("a weight gradient of one row of tiles", "(sums_ptrs, tl.sum(dw, axis=0", "(sums_ptrs, tl.max(dw, axis=0"),
-    ("vectors across rows", "math.gcd(N, stride, 16 // size)", "math.gcd(stride, 16 // size)"),
+    ("a weight gradient of one row of tiles", "dw += tl.sum(dy * (d * r)", "dw += tl.max(dy * (d * r)"),
+    ("vectors across rows", "vec = math.gcd(N, stride", "vec = math.gcd(stride"),
+    ("vectors across rows, backward", '"VEC": math.gcd(N, stride', '"VEC": math.gcd(stride'),
+    ("parts over each other", "end = tl.minimum((part + 1) * span, N)", "end = N"),
+    ("sums of the largest part", "rows.sum(-1) if", "rows.amax(-1) if"),
     ("sums in half precision", "torch.float16: tl.float32", "torch.float16: tl.float16"),
     (
         "no launcher for GPUs",

@@ -14,13 +14,14 @@ import pytest
 import torch
 from case import Case, Draw, Refused, check
 from compiled import Ask, graphs, ptx
+from hypothesis import given
 from hypothesis import strategies as st
 from inputs import DEVICE, FLOATS, sizes
 from softmaxes import exact, exact_gradient, gradient_and_rows, of_rows
 
 
 @contextmanager
-def planned(taken: ModuleType, plan: tuple[int, int]) -> Iterator[None]:
+def planned(taken: ModuleType, plan: tuple[int, ...]) -> Iterator[None]:
     """Have the launcher decide as if registers and cache were of other sizes."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in settings(*plan).items():
@@ -28,9 +29,9 @@ def planned(taken: ModuleType, plan: tuple[int, int]) -> Iterator[None]:
         yield
 
 
-def settings(whole: int, cache: int) -> dict[str, object]:
-    """Return what the launcher's two decisions are set to: what is small enough for registers, what the cache holds."""
-    return {"SOFTMAX_LONG_WHOLE": whole, "_softmax_long_gpu": lambda _: (4, cache)}
+def settings(whole: int, cache: int, few: int = 2**31) -> dict[str, object]:
+    """Return what the launcher's decisions are set to: what registers hold, what the cache holds, what is shared."""
+    return {"SOFTMAX_LONG_WHOLE": whole, "_softmax_long_gpu": lambda _: (4, cache), "SOFTMAX_LONG_FEW": few}
 
 
 def special(draw: Draw) -> list[tuple[torch.Tensor]]:
@@ -51,7 +52,7 @@ SHAPES = st.tuples(LEADS, sizes(1024, 4500)).map(lambda drawn: (*drawn[0], drawn
 # Lengths for tiles in registers, and for eight to one program for each multiprocessor of a GPU.
 ROWS = [(17, 5), (3, 1), (2, 8193), (3, 3000), (0, 7), (2, 16_392), (2, 20_001), (3, 0)]
 ROWS += [(2048 // N + 1, N) for N in (2, 3, 4, 8, 16, 32, 64, 100, 128, 256, 512, 1000, 1024)]
-ROWS += [(2, N) for N in (2048, 4096, 8192, 16384, 32_000, 80_000, 150_001)]
+ROWS += [(2, N) for N in (2048, 4096, 8192, 16384, 32_000, 80_000, 150_001)] + [(4, 20_001)]
 # Edges alone, blocks that are full, and those that are not.
 PASSES = [(3, 101), (2, 2048), (5, 1), (2, 4099), (0, 7), (5, 17), (2, 4096), (2, 1024), (2, 1025), (2, 2049)]
 # The exponent is less than 16 and is rounded: 16 roundings in an exponential and in their sum, and the sums have a few
@@ -119,17 +120,27 @@ CONTRACT = [
         )
         for case in (FORWARD, BACKWARD)
     ),
+    # Rows that programs share: one block, some, an odd length, and more blocks than programs
+    *(
+        replace(
+            case,
+            name=f"{case.call} in parts",
+            sizes=[(1, 1), (3, 101), (2, 2048), (2, 4099), (0, 7), (3, 8193), (2, 40_000)],
+            settings=settings(0, 2**20, few=0) | {"SOFTMAX_LONG_PART": 2048},
+            refused=(),
+        )
+        for case in (FORWARD, BACKWARD)
+    ),
 ]
 
 
 def test_plans(taken: ModuleType) -> None:
     """The launcher asks for what the page says: rows that fit, and programs whose rows the cache holds."""
     fits = taken._softmax_long_fits
-    assert all(fits(N, N, 4, 4) == (N <= 2048 or N % 4 == 0) for N in range(1, 16385, 61))
-    assert [fits(N, N, 2, 4) for N in (8192, 8200)] == [True, False]
-    assert [fits(N, N, 2, 2) for N in (16384, 16392)] == [True, False]
-    assert [fits(N, N, 8, 8) for N in (8192, 8194)] == [True, False]
-    assert [fits(4096, stride, 2, 4) for stride in (4096, 4104, 4100)] == [True, True, False]
+    assert all(fits(N, N, 4) == (N <= 2048 or N % 4 == 0) for N in range(1, 16385, 61))
+    assert [fits(N, N, 2) for N in (8192, 8200)] == [True, False]
+    assert [fits(N, N, 8) for N in (8192, 8194)] == [True, False]
+    assert [fits(4096, stride, 2) for stride in (4096, 4104, 4100)] == [True, True, False]
     assert taken._softmax_long_whole_plan(torch.empty(1).half(), 1000, 16384, 16384)[1]["num_warps"] == 16
     # Rows are loaded 16 bytes at a time, if those of the output begin alike.
     x = torch.empty(1, dtype=torch.bfloat16)
@@ -141,6 +152,22 @@ def test_plans(taken: ModuleType) -> None:
             grid, plan = taken._softmax_long_plan(x, 10**6, N, N, tensors)
             assert (grid, plan["num_warps"]) == ((10**6,), 32 // rows)
             assert rows == 1 or 4 * rows * N * 4 * tensors <= 0.7 * 2**20
+
+
+@given(M=st.integers(1, 200), N=st.integers(1, 600_000), dtype=st.sampled_from(FLOATS))
+def test_plan_of_parts(taken: ModuleType, M: int, N: int, dtype: torch.dtype) -> None:
+    """Few long rows have programs for all multiprocessors, if there are as many blocks; others have no parts."""
+    x = torch.empty(1, dtype=dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(taken, "_softmax_long_gpu", lambda _: (132, 2**20))
+        grid, options, most = taken._softmax_long_parts_plan(x, M, N, N)
+    shared = M < 132 and N * x.element_size() > taken.SOFTMAX_LONG_FEW
+    assert (grid is not None) == shared
+    if grid is not None:
+        rows, parts = grid
+        wanted = taken.SOFTMAX_LONG_EACH * 132
+        assert (rows, parts <= most < 2 * wanted) == (M, True)
+        assert parts == -(-N // options["BLOCK_N"]) or M * (parts - 1) < wanted <= M * parts
 
 
 def test_steps_of_the_ladder(recipe: ModuleType) -> None:
@@ -240,18 +267,19 @@ def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
 
 
 def traced(recipe: ModuleType) -> list[list[list[str]]]:
-    """Return the graphs of rows that stay in registers, and of long ones."""
-    return [graphs(recipe.softmax_long, torch.randn(3, N, requires_grad=True)) for N in (300, 20_001)]
+    """Return the graphs of rows that stay in registers, of long ones, and of few that programs share."""
+    shapes = (3, 300), (4, 20_001), (3, 20_001)
+    return [graphs(recipe.softmax_long, torch.randn(shape, requires_grad=True)) for shape in shapes]
 
 
 def test_torch_compile_copies_nothing(gallery: Path, on_h100: Ask) -> None:
     """Neither input counts as written, either way: a store's address must not depend on them."""
     (traced_graphs,) = on_h100(gallery / "fusion" / "softmax_long.py", traced)
-    for graph in (graph for both in traced_graphs for graph in both):
+    for count, graph in ((n, graph) for both, n in zip(traced_graphs, (1, 1, 2), strict=True) for graph in both):
         kernels = [call for call in graph if call.startswith("triton_kernel_wrapper")]
-        assert kernels == ["triton_kernel_wrapper_functional"]
+        assert kernels == ["triton_kernel_wrapper_functional"] * count
         assert not [call for call in graph if re.match(r"aten\.(clone|add|copy)", call)]
-        assert graph.count("<built-in function getitem>") == 1
+        assert count > 1 or graph.count("<built-in function getitem>") == 1
 
 
 # Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
@@ -269,7 +297,24 @@ BREAKS = [
     ),
     ("rows taken for adjacent", "x_ptr + offs_m * stride_xm", "x_ptr + offs_m * N"),
     ("long rows taken for adjacent", "x_ptr, row * stride_xm, N, VEC", "x_ptr, row * N, N, VEC"),
-    ("a sum that is not corrected", "        s *= _softmax_long_exp(m - larger)\n", ""),
+    ("a sum that is not corrected", "    s *= _softmax_long_exp(m - larger)\n", ""),
+    ("parts over each other", "begin, tl.minimum(begin + span, N)", "begin, N"),
+    (
+        "sums of parts that are not corrected",
+        "total = tl.sum(s * _softmax_long_exp(m - top), axis=0)\n    for start in range(begin",
+        "total = tl.sum(s, axis=0)\n    for start in range(begin",
+    ),
+    ("parts of the first row", "at, mask = row * parts + offs_p,", "at, mask = offs_p,"),
+    (
+        "the first part's products",
+        "s_ptr + row * parts + offs_p, mask=offs_p < parts",
+        "s_ptr + row * parts + 0 * offs_p, mask=offs_p < parts",
+    ),
+    (
+        "vectors across rows in parts",
+        '"VEC": math.gcd(N, stride, 16 // size),\n        "BLOCK_N": BLOCK',
+        '"VEC": math.gcd(stride, 16 // size),\n        "BLOCK_N": BLOCK',
+    ),
     (
         "a last block that is empty",
         "    last = (N - 1) // BLOCK_N * BLOCK_N\n",
@@ -280,8 +325,8 @@ BREAKS = [
     ("a body where rows do not begin alike", '"VEC": 16 // size if alike else 1', '"VEC": 16 // size'),
     (
         "vectors across rows",
-        '"VEC": math.gcd(N, stride, 16 // size)',
-        '"VEC": math.gcd(stride, 16 // size)',
+        '"VEC": math.gcd(N, stride, 16 // size),\n        "M": M',
+        '"VEC": math.gcd(stride, 16 // size),\n        "M": M',
     ),
     ("gradient stored without a mask", "tl.store(d_body + offs, d, mask=mask,", "tl.store(d_body + offs, d,"),
     (

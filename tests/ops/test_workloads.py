@@ -17,6 +17,7 @@ from triton_gallery import bench
 from triton_gallery.libraries import measure
 from triton_gallery.libraries.library_rows import LibraryRow, load_all
 from triton_gallery.libraries.trial import with_op
+from triton_gallery.libraries.workload import drawn_rows
 from triton_gallery.recipe.contents import load
 from triton_gallery.recipe.declaration import declaration
 from triton_gallery.recipe.device import Environment, Slot
@@ -73,6 +74,18 @@ def test_all_libraries_do_the_same(
             trial.check(name, results, ours)
     if refused:
         pytest.skip(f"NOT TESTED: {'; '.join(refused)}")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_drawn_rows(seed: int) -> None:
+    """A seed has one size, within its bounds, whose length a unit divides."""
+    rows, columns = drawn = drawn_rows(seed, (1, 4096), (512, 131072), 2**20, 16)
+    assert drawn == drawn_rows(seed, (1, 4096), (512, 131072), 2**20, 16)
+    assert 1 <= rows <= 4096
+    assert 512 <= columns + 15 <= 131072 + 15
+    assert columns % 16 == 0
+    assert rows * columns <= 2**20
+    assert drawn != drawn_rows(seed + 1, (1, 4096), (512, 131072), 2**20, 16)
 
 
 def test_masks_may_differ_but_not_what_is_kept() -> None:

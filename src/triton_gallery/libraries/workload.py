@@ -128,6 +128,16 @@ class Workload:
         return counted(shape, itemsize)
 
 
+def drawn_rows(seed: int, rows: tuple[int, int], columns: tuple[int, int], most: int, unit: int = 1) -> tuple[int, int]:
+    """Return a number of rows and their length, drawn alike over their logarithm between two bounds each.
+
+    They are no more than `most` numbers, and `unit` divides the length.
+    """
+    random = Random(seed)  # noqa: S311 - no secret
+    M, N = (round(math.exp(random.uniform(*map(math.log, bounds)))) for bounds in (rows, columns))  # noqa: N806 - sizes
+    return min(M, max(1, most // N)), max(unit, N // unit * unit)
+
+
 def floats(output: Any, ours: Any) -> tuple[Any, Any]:
     """Return two results to compare if they are floats: PyTorch may choose other indices of equal values than we."""
     return (output, ours) if output.is_floating_point() else (ours, ours)
