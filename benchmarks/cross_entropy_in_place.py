@@ -3,7 +3,7 @@
 from operator import attrgetter
 from typing import Any
 
-from benchmarks.cross_entropy import LOGITS, logits_and_targets
+from benchmarks.cross_entropy import LIGER, LOGITS, logits_and_targets
 from triton_gallery.libraries.workload import Function, Workload
 
 
@@ -29,13 +29,18 @@ def over_the_logits(module: Any) -> Function:
 WORKLOADS = [
     Workload(
         "fusion/cross_entropy_in_place",
-        variant="loss and gradient",
+        variant=variant,
         ours=over_the_logits,
         torch=lambda torch: torch.nn.functional.cross_entropy,
-        shapes=LOGITS,
+        shapes=shapes,
         inputs=lambda random, shape: tuple(tensor.detach() for tensor in logits_and_targets(random, shape)),
         backward=None,
         libraries={"Liger": attrgetter("liger_cross_entropy")},
         called=loss_and_gradient,
-    ),
+        dtype=dtype,
+    )
+    for variant, shapes, dtype in (
+        ("loss and gradient", LOGITS, "bfloat16"),
+        ("float32, Liger's sizes, loss and gradient", LIGER, "float32"),
+    )
 ]

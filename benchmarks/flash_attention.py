@@ -1,28 +1,24 @@
 """Workloads of attention/flash_attention beside other libraries: at sizes of models, and at sizes that no model has."""
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from random import Random
 from typing import Any
 
 from benchmarks.flash_attention_forward import LIBRARIES, SHAPES, of_library
-from triton_gallery.libraries.workload import Function, Product, Workload
+from triton_gallery.libraries.workload import Function, Product, Workload, drawn_size
 
 SEEDS = (0, 1, 2)
 HEADS = (64, 96, 128)  # their sizes
 
 
 def drawn(seed: int, is_causal: bool) -> list[tuple[int, ...]]:
-    """Return batch, heads, heads of keys, a length and a head's size: one for each such size, of either mask.
-
-    Lengths are drawn alike over their logarithm.
-    """
+    """Return batch, heads, heads of keys, a length and a head's size: one for each such size, of either mask."""
     random = Random(seed)  # noqa: S311 - no secret
     shapes: list[tuple[int, ...]] = []
     for place, head in enumerate(HEADS):
         shared, group = random.choice((2, 4, 8)), random.choice((1, 2, 4))
-        length = round(math.exp(random.uniform(math.log(64), math.log(16384))))
+        length = drawn_size(random, 64, 16384)
         if (seed + place) % 2 == is_causal:
             shapes.append((max(1, 16384 // length), shared * group, shared, length, head))
     return shapes

@@ -5,7 +5,8 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from triton_gallery.libraries.workload import Bytes, Function, Workload, drawn, hidden
+from benchmarks.quantize import drawn
+from triton_gallery.libraries.workload import Bytes, Function, Workload, hidden
 
 BLOCKS = {"per row": (1, -1), "groups of 1 x 128": (1, 128)}
 GATED = [(128, 14336), (4096, 2880), (4096, 7168), (4096, 11008), (8192, 14336)]

@@ -1,10 +1,16 @@
 """Workloads of fusion/linear_cross_entropy beside other libraries."""
 
+from collections.abc import Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any
 
 from triton_gallery.libraries.workload import Function, Product, Workload
+
+SHAPES = [(8192, 768, 50257), (8192, 4096, 32000), (8192, 4096, 128256), (8192, 2880, 201088)]
+# Of Liger-Kernel's benchmark/scripts/benchmark_fused_linear_cross_entropy.py: Llama 3 8B at the fewest tokens, and the
+# widest of its models with the largest vocabulary. Llama 3 8B at the most tokens is above.
+LIGER = [(1024, 4096, 128256), (2048, 8192, 152064)]
 
 
 def inputs(random: Function, shape: tuple[int, ...]) -> tuple[Any, ...]:
@@ -54,14 +60,14 @@ def of_liger(module: ModuleType) -> Function:
     return lambda x, weight, targets: module.liger_fused_linear_cross_entropy(x, weight, targets)
 
 
-def work(variant: str, number: int, called: Function) -> Workload:
+def work(variant: str, number: int, called: Function, shapes: Sequence[tuple[int, int, int]] = SHAPES) -> Workload:
     """Return the work of a loss, or of a loss and its gradients, which take so many products."""
     return Workload(
         "fusion/linear_cross_entropy",
         variant=variant,
         ours=lambda module: called(module.linear_cross_entropy),
         torch=plain,
-        shapes=[(8192, 768, 50257), (8192, 4096, 32000), (8192, 4096, 128256), (8192, 2880, 201088)],
+        shapes=shapes,
         inputs=inputs,
         forward=partial(products, number=number),
         backward=None,
@@ -70,4 +76,9 @@ def work(variant: str, number: int, called: Function) -> Workload:
     )
 
 
-WORKLOADS = [work("loss", 1, lambda function: function), work("loss and gradients", 3, loss_and_gradients)]
+WORKLOADS = [
+    work("loss", 1, lambda function: function),
+    work("loss and gradients", 3, loss_and_gradients),
+    work("Liger's sizes, loss", 1, lambda function: function, LIGER),
+    work("Liger's sizes, loss and gradients", 3, loss_and_gradients, LIGER),
+]

@@ -39,4 +39,15 @@ WORKLOADS = [
         libraries={"Liger": attrgetter("liger_rms_norm")},
         variant="rms_norm",
     ),
+    Workload(
+        "fusion/norms_long",
+        ours=attrgetter("norms_long_rms_norm"),
+        torch=rms_norm,
+        # Of an older version of Liger-Kernel's benchmark/scripts/benchmark_rms_norm.py: what rms_norm does not take.
+        shapes=[(2048, 32768)],
+        inputs=lambda random, shape: (random(shape), random(shape[-1:])),
+        constants=(1e-6,),
+        libraries={"Liger": attrgetter("liger_rms_norm")},
+        variant="rms_norm, Liger's sizes",
+    ),
 ]

@@ -6,12 +6,24 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from triton_gallery.libraries.workload import Amount, Bytes, Function, Workload, drawn
+from triton_gallery.libraries.workload import Amount, Bytes, Function, Workload, drawn_rows
 
 BLOCKS = {"per tensor": (-1, -1), "per row": (1, -1), "groups of 1 x 128": (1, 128), "blocks of 128 x 128": (128, 128)}
 MODELS = [(4096, size) for size in (768, 2880, 7168, 12288)]
 FOUR_BITS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # what the eight codes without a sign stand for
 MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # of neighbours
+
+
+def drawn(seed: int, least_unit: int = 1) -> list[tuple[int, int]]:
+    """Return sizes of activations that no model has.
+
+    In one, 128 divides a row; in one, 8 does, and 16 does not; in one, `least_unit` does.
+    """
+    units = ((128, 0), (16, 8), (least_unit, 0))
+    return [
+        drawn_rows(len(units) * seed + place, (2048, 65536), (512, 16384), 2**26, *unit)
+        for place, unit in enumerate(units)
+    ]
 
 
 def in_torch(block_size: tuple[int, int]) -> Callable[[Any], Function]:

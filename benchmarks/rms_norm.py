@@ -21,6 +21,14 @@ def norm_residual(torch: Any) -> Function:
     return function
 
 
+# Of Liger-Kernel's benchmark/scripts/benchmark_rms_norm.py: Llama 3 8B at the fewest and the most tokens; and,
+# of its older version, 2048 tokens of the least hidden size, and of the largest that rms_norm takes.
+LIGER = [(1024, 4096), (8192, 4096), (2048, 1024), (2048, 16384)]
+# Of Liger-Kernel's benchmark/scripts/benchmark_fused_add_rms_norm.py, whose older version has float32.
+LIGER_RESIDUAL = [
+    ("residual, Liger's sizes", "bfloat16", LIGER[:2]),
+    ("float32, residual, Liger's sizes", "float32", LIGER[2:]),
+]
 WORKLOADS = [
     Workload(
         "fusion/rms_norm",
@@ -59,5 +67,31 @@ WORKLOADS = [
         backward=tensors(3, 1),
         libraries={"Liger": attrgetter("liger_fused_add_rms_norm")},
         variant="residual",
+    ),
+    Workload(
+        "fusion/rms_norm",
+        ours=attrgetter("rms_norm"),
+        torch=norm,
+        shapes=LIGER,
+        inputs=lambda random, shape: (random(shape), random(shape[-1:])),
+        constants=(1e-6,),
+        libraries={"Liger": attrgetter("liger_rms_norm")},
+        variant="Liger's sizes",
+    ),
+    *(
+        Workload(
+            "fusion/rms_norm",
+            ours=attrgetter("rms_norm_residual"),
+            torch=norm_residual,
+            shapes=shapes,
+            inputs=lambda random, shape: (random(shape), random(shape), random(shape[-1:])),
+            constants=(1e-6,),
+            forward=tensors(2, 2),
+            backward=tensors(3, 1),
+            libraries={"Liger": attrgetter("liger_fused_add_rms_norm")},
+            variant=variant,
+            dtype=dtype,
+        )
+        for variant, dtype, shapes in LIGER_RESIDUAL
     ),
 ]

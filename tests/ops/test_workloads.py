@@ -86,6 +86,7 @@ def test_drawn_rows(seed: int) -> None:
     assert columns % 16 == 0
     assert rows * columns <= 2**20
     assert drawn != drawn_rows(seed + 1, (1, 4096), (512, 131072), 2**20, 16)
+    assert drawn_rows(seed, (1, 4096), (512, 131072), 2**20, 16, rest=8)[1] % 16 == 8
 
 
 def test_masks_may_differ_but_not_what_is_kept() -> None:

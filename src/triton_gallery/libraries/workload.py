@@ -128,14 +128,21 @@ class Workload:
         return counted(shape, itemsize)
 
 
-def drawn_rows(seed: int, rows: tuple[int, int], columns: tuple[int, int], most: int, unit: int = 1) -> tuple[int, int]:
-    """Return a number of rows and their length, drawn alike over their logarithm between two bounds each.
+def drawn_size(random: Random, least: int, most: int) -> int:
+    """Return a size, drawn alike over its logarithm."""
+    return round(math.exp(random.uniform(math.log(least), math.log(most))))
 
-    They are no more than `most` numbers, and `unit` divides the length.
+
+def drawn_rows(
+    seed: int, rows: tuple[int, int], columns: tuple[int, int], most: int, unit: int = 1, rest: int = 0
+) -> tuple[int, int]:
+    """Return a number of rows and their length, each drawn between two bounds.
+
+    They are no more than `most` numbers, and `unit` divides the length but for `rest`.
     """
     random = Random(seed)  # noqa: S311 - no secret
-    M, N = (round(math.exp(random.uniform(*map(math.log, bounds)))) for bounds in (rows, columns))  # noqa: N806 - sizes
-    return min(M, max(1, most // N)), max(unit, N // unit * unit)
+    M, N = drawn_size(random, *rows), drawn_size(random, *columns)  # noqa: N806 - sizes
+    return min(M, max(1, most // N)), max(unit, (N - rest) // unit * unit + rest)
 
 
 def floats(output: Any, ours: Any) -> tuple[Any, Any]:
@@ -152,21 +159,3 @@ def layers(*tokens: int) -> list[tuple[int, int, int]]:
 def hidden(*more: tuple[int, int]) -> list[tuple[int, int]]:
     """Return sizes of activations: 4096 tokens of the hidden sizes of models, and further ones."""
     return [*((4096, size) for size in (768, 2048, 2880, 3584, 4096, 5120, 7168, 12288, 16384)), *more]
-
-
-def drawn_size(random: Random, least: int, most: int) -> int:
-    """Return a size, drawn alike over its logarithm."""
-    return round(math.exp(random.uniform(math.log(least), math.log(most))))
-
-
-def drawn(seed: int, least_unit: int = 1) -> list[tuple[int, int]]:
-    """Return sizes of activations that no model has: each 2**20 to 2**26 numbers, in rows of up to 16384.
-
-    In one, 128 divides a row; in one, 8 does, and 16 does not; in one, `least_unit` does.
-    """
-    random = Random(seed)  # noqa: S311 - no secret
-    shapes = []
-    for unit, rest in ((128, 0), (16, 8), (least_unit, 0)):
-        columns = drawn_size(random, 512, 16384 - unit) // unit * unit + rest
-        shapes.append((drawn_size(random, 2**20, 2**26) // columns, columns))
-    return shapes
