@@ -33,7 +33,8 @@ from triton_gallery.figures.measurements import Measurement, all_recorded
 from triton_gallery.libraries import model_rows
 from triton_gallery.libraries.library_rows import load_all
 from triton_gallery.recipe.contents import Recipe, load
-from triton_gallery.recipe.device import NoEnvironmentError, detect
+from triton_gallery.recipe.declaration import declaration
+from triton_gallery.recipe.device import NoEnvironmentError, detect, together
 from triton_gallery.recipe.needs import missing, packages
 from triton_gallery.recipe.new import create
 from triton_gallery.recipe.tables import TORCH_COMPILE, TRITON
@@ -232,13 +233,21 @@ def needs(options: argparse.Namespace) -> int:
 def sanitize_recipes(options: argparse.Namespace) -> int:
     """Run planted faults, which must be found, then the recipes' checks; note in their records what was clean."""
     chosen = _recipes(options.recipe)
-    device = detect()[0].environment
-    if not device.is_gpu:
+    slots = detect()
+    whole = together(slots)
+    if not slots[0].environment.is_gpu:
         raise UsageError("torch sees no GPU here: compute-sanitizer watches one")
-    recipes = [recipe for recipe in chosen if not missing(recipe.path, recipe.text, device.capability)]
+    # Where each recipe runs: those for several GPUs on all that are alike
+    devices = {
+        r: (whole if whole and declaration(r.path, r.text).of_op.gpus > 1 else slots[0]).environment for r in chosen
+    }
+    recipes = [r for r, on in devices.items() if not missing(r.path, r.text, on.capability, on.gpus)]
     try:
         proof = [verdict for script, tool in PLANTED.items() for verdict in sanitize([script], [tool])]
-        verdicts = sanitize([recipe.path for recipe in recipes], TOOLS)
+        verdicts = sanitize([recipe.path for recipe in recipes if devices[recipe].gpus == 1], TOOLS)
+        for recipe in recipes:
+            if devices[recipe].gpus > 1:  # one at a time: it has all GPUs
+                verdicts += sanitize([recipe.path], TOOLS, devices[recipe].gpus)
     except FileNotFoundError as error:
         raise UsageError(str(error)) from None
     table = Table("script", *TOOLS)
@@ -255,7 +264,7 @@ def sanitize_recipes(options: argparse.Namespace) -> int:
     for recipe in recipes:
         clean = [verdict.tool for verdict in verdicts if verdict.script == recipe.path and verdict.outcome == "clean"]
         try:
-            Records(RECORDS).set_sanitized(recipe, device.name, clean)
+            Records(RECORDS).set_sanitized(recipe, devices[recipe].name, clean)
             del wanting[recipe]
         except BadRecordError as error:
             wanting[recipe] = f"was looked at, but its record could not say so: {error}"

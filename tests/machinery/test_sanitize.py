@@ -94,3 +94,31 @@ def test_planted_fault_that_is_not_found_keeps_nothing(tool: None, make_gpu_proj
     assert status == 2
     assert "a planted fault was not found" in output
     assert project.recorded()["one"]["sanitized"] == []
+
+
+@pytest.mark.parametrize(("text", "outcome"), CASES.items())
+def test_each_rank_is_watched(tool: None, tmp_path: Path, text: str, outcome: str) -> None:
+    """What the last rank does decides; every rank finds how many there are and where they meet."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os\nassert os.environ['WORLD_SIZE'] == '3' and os.environ['MASTER_PORT']\n"
+        "assert os.environ['LOCAL_RANK'] == os.environ['RANK']\n"
+        f"if os.environ['RANK'] == '2':\n    {text or 'pass'}\n"
+    )
+    (verdict,) = sanitize([script], ["memcheck"], 3)
+    assert verdict.outcome == outcome, verdict.report
+
+
+def test_a_recipe_for_several_gpus_has_them_all(tool: None, make_gpu_project: Callable[..., GpuProject]) -> None:
+    project = make_gpu_project(several="print('several')", one="print('one')")
+    file = project.root / "gallery" / "things" / "several.py"
+    file.write_text("# /// script\n# [tool.triton-gallery]\n# gpus = 2\n# ///\n" + file.read_text())
+    plant(project, FINDING)
+    status, output = project.record(TEST_GPU="Test GPU,Test GPU", CUDA_VISIBLE_DEVICES="0,1")
+    assert status == 0, output
+    status, output = project.run("sanitize", TEST_GPU="Test GPU,Test GPU", CUDA_VISIBLE_DEVICES="0,1")
+    assert status == 0, output
+    assert project.recorded("2-x-test-gpu")["several"]["sanitized"] == list(TOOLS)
+    assert project.recorded()["one"]["sanitized"] == list(TOOLS)
+    status, output = project.run("sanitize")
+    assert "things/several was not looked at" in " ".join(output.split())

@@ -61,10 +61,14 @@ class Order:
     ranks: int = 1
 
 
+def of_rank(rank: int) -> dict[str, str]:
+    """Return the environment variables of one rank alone, as `torchrun` sets them."""
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+
+
 def main(order: Order, rank: int = 0) -> None:
     """Execute the one recipe in the work folder; the first of its ranks writes its page beside it."""
-    of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if order.ranks > 1 else {}
-    _start_anew(order.variables | of_rank)
+    _start_anew(order.variables | (of_rank(rank) if order.ranks > 1 else {}))
     if order.warm_up:
         _let_others_have_the_gpu()
     faulthandler.enable(all_threads=False)

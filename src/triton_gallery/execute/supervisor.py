@@ -157,8 +157,7 @@ def _run(task: Task, slot: Slot, caches: Path | None, warm_up: bool) -> Result:
         ranks = 1
         if execute and task.gpus > 1:
             ranks = environment.gpus if environment.is_gpu else task.gpus
-            variables |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-            variables |= NO_MULTICAST
+            variables |= of_ranks(ranks)
         interpreted = not environment.is_gpu
         order = Order(work, task.gallery, execute, variables, uses_triton, interpreted, warm_up, laid_out, ranks)
         ended, seconds = _supervise(task, order)
@@ -175,10 +174,12 @@ def _run(task: Task, slot: Slot, caches: Path | None, warm_up: bool) -> Result:
         return Run(environment, date, seconds, source_hash=task.source_hash, **outcome), files
 
 
-def _free_port() -> int:
+def of_ranks(ranks: int) -> dict[str, str]:
+    """Return the environment variables of so many ranks on this host, as `torchrun` sets them."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+        port = one.getsockname()[1]
+    return {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} | NO_MULTICAST
 
 
 def _furnish(work: Path, task: Task) -> None:
