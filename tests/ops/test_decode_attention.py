@@ -624,6 +624,8 @@ BREAKS = [
         "end = tl.minimum(begin + keys + 1, length)",
     ),
     ("heads mixed up", "head * GROUP + rows % GROUP", "head * GROUP + rows // QUERIES"),
+    ("two parts in any last wave", "0 < 2 * last <= processors", "0 < last <= processors"),
+    ("two programs with float8", "min((each + 1) * processors //", "min(2 * processors //"),
     ("parts without weights", "weight = tl.exp2(lse - m)  #", "weight = tl.exp2((lse - m) * 0)  #"),
     ("a row of nothing is divided by 0", "some = tl.where(total == 0, 1.0, total)  #", "some = total  #"),
     ("scale of the values left out", "acc * (v_factor / some)", "acc * (1.0 / some)"),

@@ -300,6 +300,8 @@ BREAKS = [
     ("rows taken for adjacent", "x_ptr + offs_m * stride_xm", "x_ptr + offs_m * N"),
     ("long rows taken for adjacent", "x_ptr, row * stride_xm, N, VEC", "x_ptr, row * N, N, VEC"),
     ("a sum that is not corrected", "    s *= _softmax_long_exp(m - larger)\n", ""),
+    ("many rows shared", "SOFTMAX_LONG_PROCESSORS = 4", "SOFTMAX_LONG_PROCESSORS = 1"),
+    ("rows of a gradient in two passes", "SOFTMAX_LONG_AGAIN = 48 * 1024", "SOFTMAX_LONG_AGAIN = 64 * 1024"),
     ("parts over each other", "begin, tl.minimum(begin + span, N)", "begin, N"),
     (
         "sums of parts that are not corrected",
