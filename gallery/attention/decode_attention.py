@@ -264,8 +264,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # programs without parts. With one part, the op stores the result itself, and no
 # bytes are added. The op takes the largest number of parts with at most two
 # programs for each multiprocessor: one loads while the other computes. Parts of
-# fewer than 1024 keys, with float8 of 64, get one program for each, and have 64
-# keys or more. The table after the op times other numbers.
+# fewer than 1024 keys get one program for each, and have 64 keys or more. With
+# float8 it is three and two. Where programs of whole sequences would leave half
+# the multiprocessors or more without work at the end, sequences of 2048 keys or
+# more get two parts. The table after the op times other numbers.
 #
 # The number has to be known at the launch, but the lengths are on the GPU. To
 # ask for them would make the CPU wait, and a CUDA graph could not record it. So

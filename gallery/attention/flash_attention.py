@@ -292,9 +292,10 @@ if __name__ == "__main__":
 # ``flash_attention`` returns the first of an op's two results. The second is
 # the log-sum-exp, in base 2 like the exponentials; it is ``inf`` for a query
 # that sees nothing. The backward has three kernels: one for :math:`\delta`, and
-# one for each pass. On Hopper, long sequences of half precision, with heads of
-# 64 or 128, go to the kernels of ``gluon_attention.py`` and
-# ``gluon_attention_backward.py``, which keep the same log-sum-exp.
+# one for each pass. On Hopper, half precision goes to the kernels of
+# ``gluon_attention.py`` and ``gluon_attention_backward.py``, which keep the
+# same log-sum-exp: heads of 128 from 256 tokens on, and heads of 64 from 2048
+# tokens forward and 1024 backward.
 
 from triton_gallery_ops.flash_attention import (
     _flash_attention_backward_launch,

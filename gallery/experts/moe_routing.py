@@ -77,6 +77,7 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
 
 from triton_gallery.bench import gpu_time, rate_table
 from triton_gallery.counting import Traffic
+from triton_gallery.ranks import replays
 
 # %%
 # In PyTorch
@@ -474,6 +475,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     for T in (1, 16384):
         gpu, _, _, cpu, _ = times[T]["Triton"]
         print(f"T = {T}, the op: GPU {gpu * 1e3:.1f} us, CPU {cpu:.1f} us")
+    one = {1: calls_for(1)["Triton"]}  # with the logits that the graph reads
+    each, *_ = gpu_time(replays(one, 20))[1]
+    print(f"T = 1, each of 20 calls in a CUDA graph: {each / 20 * 1e3:.1f} us")
 
 # %%
 # Exercises

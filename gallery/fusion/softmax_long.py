@@ -375,8 +375,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # registers, as on the page ``softmax.py``, but always in one block. Rows of
 # more than 2048 elements that do not all begin at a multiple of 16 bytes take
 # two passes instead: only the two passes split a row into body and edges. If
-# there are fewer rows than multiprocessors, and they have more than 64 KB,
-# several programs share a row: the second exercise asks how. The op is
+# there are four or more multiprocessors for each row, and rows have more than
+# 64 KB, several programs share a row: the second exercise asks how. The op is
 # registered as ``what_a_call_costs.py`` shows.
 
 from triton_gallery_ops.softmax_long import (
@@ -568,10 +568,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
-# In half precision, aligned rows of up to 8192 elements are read once. Longer
-# rows are read twice, and the second time from L2 if it still holds them.
-# Without that, a forward has 0.67 of the roof at most, and a backward, with
-# five matrices for three, 0.6. A higher rate shows that L2 served reads.
+# In half precision, aligned rows of up to 8192 elements are read once, and
+# backward those of more than 12288 up to 16384 too. Other rows are read twice,
+# and the second time from L2 if it still holds them. Without that, a forward
+# has 0.67 of the roof at most, and a backward, with five matrices for three,
+# 0.6. A higher rate shows that L2 served reads.
 #
 # In the table of the best warps, ``columns`` at 131072 has 32, and so as many
 # rows under way as the op, but little more than 0.67 of the roof. The op also

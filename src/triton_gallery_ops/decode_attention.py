@@ -30,7 +30,8 @@ DECODE_ATTENTION_DTYPES = {
 DECODE_ATTENTION_STEPS = {16: 128, 32: 128, 64: 128, 128: 64, 256: 32}
 DECODE_ATTENTION_ROWS = 64  # of a tile: queries times heads of a group
 DECODE_ATTENTION_KEYS = 64  # of a part, at least
-DECODE_ATTENTION_LONG = 1024  # at least, where a multiprocessor gets a second
+DECODE_ATTENTION_LONG = 1024  # at least, where a multiprocessor gets one more
+DECODE_ATTENTION_WAVES = 4  # of whole sequences, before a last one is halved
 DECODE_ATTENTION_PARTS = 128  # of a sequence, at most
 
 
@@ -280,14 +281,20 @@ def _decode_attention_parts(programs, longest, cache):
     """Return in how many parts to split sequences, by a bound of lengths."""
     # A program for each multiprocessor, and a second one, which loads while the
     # first computes, if its loop is long enough to outweigh its start. To
-    # convert float8 takes instructions, so there it need not be long.
+    # convert float8 takes instructions, so there it is two and a third one.
     processors = _decode_attention_processors(cache.device)
-    small = cache.dtype.itemsize == 1
-    long = DECODE_ATTENTION_KEYS if small else DECODE_ATTENTION_LONG
+    each = 2 if cache.dtype.itemsize == 1 else 1
+    long = longest // DECODE_ATTENTION_LONG
     parts = max(
-        min(processors // programs, longest // DECODE_ATTENTION_KEYS),
-        min(2 * processors // programs, longest // long),
+        min(each * processors // programs, longest // DECODE_ATTENTION_KEYS),
+        min((each + 1) * processors // programs, long),
     )
+    # Of one part each, a last wave that half the multiprocessors or fewer work
+    # on takes as long as a full one. Of two parts, it takes half as long.
+    waves, last = divmod(programs, processors)
+    half_full = waves < DECODE_ATTENTION_WAVES and 0 < 2 * last <= processors
+    if half_full and long >= 2:
+        parts = max(parts, 2)
     return max(1, min(parts, DECODE_ATTENTION_PARTS))
 
 

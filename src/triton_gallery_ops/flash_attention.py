@@ -5,8 +5,9 @@ Computes softmax(q @ k.T * scale) @ v, full or causal (FlashAttention-2: Dao,
 them with one saved number per query, in two passes instead of one with atomics,
 so gradients are deterministic too. Head sizes go up to 256; query heads may
 share key heads (GQA). As in PyTorch's ``scaled_dot_product_attention``, a
-causal query i sees keys 0 to i. On Hopper, long sequences with heads of 64 or
-128 go to the kernels of ``gluon_attention`` and ``gluon_attention_backward``.
+causal query i sees keys 0 to i. On Hopper, all but short sequences with heads
+of 64 or 128 go to the kernels of ``gluon_attention`` and
+``gluon_attention_backward``.
 ``attention_variants`` has other masks, and ``varlen_attention`` takes packed
 sequences. There is no second derivative.
 """
@@ -55,14 +56,11 @@ FLASH_ATTENTION_SMALL = {
     256: [(64, 32, 8, 2), (16, 32, 4, 1), (32, 32, 4, 1)],
 }
 # For D: how long queries and keys are at least for Gluon's kernels, forward and
-# backward. An H200 was measured with as many of each, from 1024 tokens forward
-# and 512 backward, full and causal. From there on Gluon leads with heads of
-# 128. With heads of 64, it does no better than Triton at the shortest of these
-# lengths, and leads at the next one: 4096 forward and 1024 backward.
-FLASH_ATTENTION_GLUON = {64: (4096, 1024), 128: (1024, 512)}
-# A program of Gluon has a multiprocessor to itself, and 128 rows. All that was
-# measured had more programs than a GPU has multiprocessors; an H200 has 132.
-FLASH_ATTENTION_GLUON_ROWS = 128 * 128
+# backward. An H200 was measured with as many of each, full and causal. With
+# heads of 128, Gluon leads at all of these sizes: from 256 tokens and from 64
+# programs on. With heads of 64 it does not at 1024 tokens forward and at 512
+# backward, and leads at twice as many.
+FLASH_ATTENTION_GLUON = {64: (2048, 1024), 128: (256, 256)}
 
 
 @triton.jit
@@ -428,12 +426,10 @@ def _flash_attention_in_gluon(q, k, scale, backward):
     # Gluon finds the maximum of the scores before it scales them.
     if not takes or not (scale is None or 0 < scale < math.inf):
         return False
-    (batch, heads, LQ), (shared, LK) = q.shape[:3], k.shape[1:3]
-    if not all(isinstance(n, int) for n in (batch, heads, LQ, shared, LK)):
+    LQ, LK = q.shape[2], k.shape[2]
+    if not (isinstance(LQ, int) and isinstance(LK, int)):
         return True  # a comparison would make a graph for each result
-    rows = batch * (min(heads * LQ, shared * LK) if backward else heads * LQ)
-    long = min(LQ, LK) >= least[backward]
-    return long and rows >= FLASH_ATTENTION_GLUON_ROWS
+    return min(LQ, LK) >= least[backward]
 
 
 def _flash_attention_is_open(q, k, scale, backward):

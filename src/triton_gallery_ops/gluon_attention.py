@@ -307,12 +307,17 @@ def _gluon_attention_aligned(x):
     return x.clone(memory_format=torch.contiguous_format)
 
 
+@cache  # to make one takes longer than the rest of a descriptor
+def _gluon_attention_layout(rows, D, dtype):
+    kind = GLUON_ATTENTION_DTYPES[dtype]
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, D], kind)
+
+
 def _gluon_attention_descriptor(x, rows):
-    sides = zip(x.shape, x.stride(), strict=True)
+    D, sides = x.shape[3], zip(x.shape, x.stride(), strict=True)
     strides = [step if n > 1 else x.shape[3] for n, step in sides]
-    block, kind = [1, 1, rows, x.shape[3]], GLUON_ATTENTION_DTYPES[x.dtype]
-    layout = gl.NVMMASharedLayout.get_default_for(block, kind)
-    return GluonDescriptor(x, [*x.shape], strides, block, layout)
+    layout = _gluon_attention_layout(rows, D, x.dtype)
+    return GluonDescriptor(x, [*x.shape], strides, [1, 1, rows, D], layout)
 
 
 def _gluon_attention_launch(q, k, v, causal=False, scale=None, lse=None):

@@ -436,14 +436,18 @@ def _gluon_attention_backward_like(x):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+@cache  # to make one takes longer than the rest of a descriptor
+def _gluon_attention_backward_layout(rows, D, dtype):
+    kind = GLUON_ATTENTION_BACKWARD_DTYPES[dtype]
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, D], kind)
+
+
 def _gluon_attention_backward_descriptor(x, rows):
     """Return the descriptor of x, copied by a number of its rows."""
-    sides = zip(x.shape, x.stride(), strict=True)
+    D, sides = x.shape[3], zip(x.shape, x.stride(), strict=True)
     strides = [step if n > 1 else x.shape[3] for n, step in sides]
-    kind = GLUON_ATTENTION_BACKWARD_DTYPES[x.dtype]
-    block = [1, 1, rows, x.shape[3]]
-    layout = gl.NVMMASharedLayout.get_default_for(block, kind)
-    return GluonDescriptor(x, [*x.shape], strides, block, layout)
+    layout = _gluon_attention_backward_layout(rows, D, x.dtype)
+    return GluonDescriptor(x, [*x.shape], strides, [1, 1, rows, D], layout)
 
 
 def _gluon_attention_backward_launch(
@@ -495,11 +499,11 @@ def _gluon_attention_backward_launch(
             BLOCK_M=32,
         )
         describe = _gluon_attention_backward_descriptor
+        stats_layout = gl.NVMMASharedLayout(0, 32, rank=4)
         for KEYS in (True, False):
             kept, along = ((k, v), (q, do)) if KEYS else ((q, do), (k, v))
-            grads = (dk, dv) if KEYS else (dq, dq)
+            grads = [describe(t, rows) for t in ((dk, dv) if KEYS else (dq,))]
             BLOCK, STAGES = GLUON_ATTENTION_BACKWARD_TILES[D][not KEYS]
-            stats_layout = gl.NVMMASharedLayout(0, 32, rank=4)
             stats_desc = GluonDescriptor(
                 stats,
                 [batch, heads, 2, LQ],
@@ -515,7 +519,8 @@ def _gluon_attention_backward_launch(
                 *(describe(t, BLOCK) for t in along),
                 stats_desc,
                 stats,
-                *(describe(t, rows) for t in grads),
+                grads[0],
+                grads[-1],
                 float(scale),
                 scale * math.log2(math.e),  # exp(x) is exp2(x * log2(e))
                 heads // k.shape[1],

@@ -46,9 +46,9 @@ MOE_LAYER_NAMESPACE = "triton_gallery"
 MOE_LAYER_GATHER = True
 MOE_LAYER_FEW = 2  # choices of an expert, which are not sorted if none is kept
 MOE_LAYER_ROWS = 16  # of an expert that a program takes, of a few choices
-# BLOCK_N, BLOCK_K, warps and stages of these: of products with gate and up
-# where programs would be too few, where they are enough, and of those with down
-MOE_LAYER_FEW_TILES = [(16, 128, 4, 5), (32, 128, 4, 4), (32, 128, 4, 5)]
+# BLOCK_N, BLOCK_K, warps and stages of these: of products with down, and of
+# those with gate and up
+MOE_LAYER_FEW_TILES = [(64, 128, 4, 3), (32, 128, 4, 3)]
 MOE_LAYER_FEW_WIDE = (16, 32, 4, 3)  # of float32 and float64
 MOE_LAYER_SUM = 1024  # columns of a program
 
@@ -456,12 +456,10 @@ def _moe_layer_few(x, weight, out, experts, gated):
     N = N // 2 if gated else N
     BLOCK_N, BLOCK_K, num_warps, num_stages = MOE_LAYER_FEW_WIDE
     if x.element_size() == 2:
-        first, *others = MOE_LAYER_FEW_TILES
-        tile = others[0] if gated else others[1]
-        programs = R * triton.cdiv(N, tile[0])
-        few = programs < 2 * _grouped_matmul_gpu(x.device)[0]
-        tile = first if few and gated else tile
-        BLOCK_N, BLOCK_K, num_warps, num_stages = tile
+        BLOCK_N, BLOCK_K, num_warps, num_stages = MOE_LAYER_FEW_TILES[gated]
+        # Programs would leave multiprocessors idle: twice as many share it.
+        if R * triton.cdiv(N, BLOCK_N) < _grouped_matmul_gpu(x.device)[0]:
+            BLOCK_N //= 2
     grid = triton.cdiv(N, BLOCK_N), R
     _moe_layer_few_kernel[grid](
         *(x, weight, out, experts, R, E, R // x.shape[0], K, N),

@@ -4,10 +4,10 @@ Like ``torch.softmax(x, -1)``, for rows of up to 2**30 elements. Rows that fit
 in registers, if short or aligned, are read once. Others take two passes: the
 online softmax (Milakov and Gimelshein, 2018, arXiv:1805.02867) finds maximum
 and sum in the first, and the L2 cache can serve the second, which writes the
-result. One program handles a row. Where rows are fewer than multiprocessors,
-many programs share a row, in one launch for each pass. ``softmax`` is for rows
-that fit in registers. Deterministic on a given GPU model. Has a backward, but
-no second derivative.
+result. One program handles a row. Where rows are far fewer than
+multiprocessors, many programs share a row, in one launch for each pass.
+``softmax`` is for rows that fit in registers. Deterministic on a given GPU
+model. Has a backward, but no second derivative.
 """
 
 import functools
@@ -27,9 +27,15 @@ SOFTMAX_LONG_ACC = {
 }
 SOFTMAX_LONG_LOG2_E = tl.constexpr(math.log2(math.e))
 # Bytes of a row that stays in registers, at most, in the accumulator's type. In
-# half precision half of that, as two passes are faster there.
+# half precision half of that, as two passes are faster there. Backward they are
+# only up to AGAIN: on an H200 from 8656 elements to 12288, and not at 14336.
 SOFTMAX_LONG_WHOLE = 64 * 1024
-SOFTMAX_LONG_FEW = 64 * 1024  # bytes of a row that programs share, if few, more
+SOFTMAX_LONG_AGAIN = 48 * 1024
+# Programs share rows of more than FEW bytes, if there are this many or more
+# multiprocessors for each row. On an H200, which has 132, that was faster with
+# 1 to 16 rows, and with 61 or more it was slower, backward more so.
+SOFTMAX_LONG_FEW = 64 * 1024
+SOFTMAX_LONG_PROCESSORS = 4
 SOFTMAX_LONG_EACH = 4  # such programs for each multiprocessor
 SOFTMAX_LONG_PART = 8 * 1024  # bytes that such a program loads in a turn
 SOFTMAX_LONG_SINGLE = 2048  # elements, where each is loaded by itself
@@ -369,7 +375,7 @@ def _softmax_long_merge_backward_kernel(
 def _softmax_long_gpu(device):
     """Return a GPU's number of multiprocessors and the bytes of its L2."""
     if device.type != "cuda":
-        return 4, 2**20  # small, for the interpreter
+        return 16, 2**22  # small, for the interpreter
     gpu = torch.cuda.get_device_properties(device)
     return gpu.multi_processor_count, gpu.L2_cache_size
 
@@ -384,12 +390,14 @@ def _softmax_long_check(x, name):
     return N
 
 
-def _softmax_long_fits(N, stride, size):
+def _softmax_long_fits(N, stride, size, backward=False):
     """Return whether rows stay in registers."""
     aligned = math.gcd(N, stride, 16 // size) * size == 16
     few = SOFTMAX_LONG_SINGLE >= N
-    most = SOFTMAX_LONG_WHOLE // (2 if size == 2 else 1)
-    return N * max(4, size) <= most and (aligned or few)
+    kept, most = N * max(4, size), SOFTMAX_LONG_WHOLE
+    if size == 2 and not (backward and kept > SOFTMAX_LONG_AGAIN):
+        most //= 2
+    return kept <= most and (aligned or few)
 
 
 def _softmax_long_whole_plan(x, M, N, stride):
@@ -433,7 +441,8 @@ def _softmax_long_parts_plan(x, M, N, stride):
     """Return how to launch if programs share rows: no grid if they do not."""
     size = x.element_size()
     processors, _ = _softmax_long_gpu(x.device)
-    if processors <= M or N * size <= SOFTMAX_LONG_FEW:
+    many = processors < SOFTMAX_LONG_PROCESSORS * M
+    if many or N * size <= SOFTMAX_LONG_FEW:
         return None, {}, 1
     BLOCK = SOFTMAX_LONG_PART // size
     programs = SOFTMAX_LONG_EACH * processors
@@ -514,7 +523,7 @@ def _softmax_long_backward_launch(
             parts[grid](grad, y, s, N=N, **options)
             given = grad, y, s, d
             options["BLOCK_P"] = triton.next_power_of_2(most)
-        elif _softmax_long_fits(N, N, y.element_size()):
+        elif _softmax_long_fits(N, N, y.element_size(), backward=True):
             kernel = whole
             grid, options = _softmax_long_whole_plan(y, M, N, N)
         else:

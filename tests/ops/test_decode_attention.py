@@ -392,10 +392,13 @@ def test_states_are_merged(taken: ModuleType, parts: int) -> None:
 
 
 def test_rule_of_parts(taken: ModuleType) -> None:
-    """Enough programs, twice as many with float8, but not more parts than pay, and at least one."""
+    """Enough programs, more of them with float8, but not more parts than pay, and at least one."""
     small = torch.empty(1, dtype=torch.float8_e4m3fn)
     parts, of_small = (partial(taken._decode_attention_parts, cache=cache) for cache in (torch.empty(1), small))
-    assert [parts(programs, 100_000) for programs in (1, 2, 5, 16, 17, 1000)] == [32, 16, 6, 2, 1, 1]
+    assert [parts(programs, 100_000) for programs in (1, 2, 5, 16, 17, 1000)] == [32, 16, 6, 2, 2, 1]
+    assert [of_small(programs, 100_000) for programs in (1, 2, 5, 16, 17, 1000)] == [48, 24, 9, 3, 2, 1]
+    # In a last wave that is at most half full, sequences have two parts.
+    assert [parts(programs, 100_000) for programs in (24, 25, 32, 33, 56, 57, 64, 65)] == [2, 1, 1, 2, 2, 1, 1, 1]
     least, long = taken.DECODE_ATTENTION_KEYS, taken.DECODE_ATTENTION_LONG
     assert [parts(programs, 2 * long - 1) for programs in (1, 2, 5, 16, 17, 1000)] == [16, 8, 3, 1, 1, 1]
     assert [of_small(programs, 2 * long - 1) for programs in (1, 2, 5, 16, 17, 1000)] == [31, 16, 6, 2, 1, 1]
@@ -411,19 +414,20 @@ def test_rule_of_parts(taken: ModuleType) -> None:
 def test_parts_fill_the_gpu(
     taken: ModuleType, programs: int, longest: int, processors: int, dtype: torch.dtype
 ) -> None:
-    """All programs run at once, two on a multiprocessor at most, and parts are as many and as long as promised."""
+    """Few programs on a multiprocessor, or even waves, and parts are as many and as long as promised."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(taken, "_decode_attention_processors", lambda _: processors)
         parts = taken._decode_attention_parts(programs, longest, torch.empty(1, dtype=dtype))
     assert 1 <= parts <= taken.DECODE_ATTENTION_PARTS
     assert parts == 1 or longest // parts >= taken.DECODE_ATTENTION_KEYS
-    assert parts == 1 or programs * parts <= 2 * processors
-    # Above one for each multiprocessor, halves of float16 are long.
-    if dtype == torch.float16 and parts > 1 and programs * parts > processors:
-        assert longest // parts >= taken.DECODE_ATTENTION_LONG
+    long, each = taken.DECODE_ATTENTION_LONG, 2 if dtype.itemsize == 1 else 1
+    if parts > 1 and programs * parts > each * processors:
+        assert longest // parts >= long
+    if parts > 1 and programs * parts > (each + 1) * processors:  # else a wave would be half empty
+        assert (parts, programs // processors < taken.DECODE_ATTENTION_WAVES) == (2, True)
+        assert -(-2 * programs // processors) == 2 * -(-programs // processors) - 1
     # One part more would be too many programs, too short, or more than can be combined.
-    long = longest // (parts + 1) >= taken.DECODE_ATTENTION_LONG
-    wanted = processors * (2 if long or dtype.itemsize == 1 else 1)
+    wanted = processors * (each + (longest // (parts + 1) >= long))
     assert (
         programs * (parts + 1) > wanted
         or longest // (parts + 1) < taken.DECODE_ATTENTION_KEYS
@@ -620,6 +624,8 @@ BREAKS = [
         "end = tl.minimum(begin + keys + 1, length)",
     ),
     ("heads mixed up", "head * GROUP + rows % GROUP", "head * GROUP + rows // QUERIES"),
+    ("two parts in any last wave", "0 < 2 * last <= processors", "0 < last <= processors"),
+    ("two programs with float8", "min((each + 1) * processors //", "min(2 * processors //"),
     ("parts without weights", "weight = tl.exp2(lse - m)  #", "weight = tl.exp2((lse - m) * 0)  #"),
     ("a row of nothing is divided by 0", "some = tl.where(total == 0, 1.0, total)  #", "some = total  #"),
     ("scale of the values left out", "acc * (v_factor / some)", "acc * (1.0 / some)"),

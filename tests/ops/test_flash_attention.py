@@ -324,7 +324,6 @@ def on_hopper(taken: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(taken, "_flash_attention_hopper", lambda _: True)
     monkeypatch.setattr(taken, "FLASH_ATTENTION_GLUON", {64: (70, 40), 128: (70, 40)})
-    monkeypatch.setattr(taken, "FLASH_ATTENTION_GLUON_ROWS", 100)
     monkeypatch.setattr(taken, "_gluon_attention_launch", forward)
     monkeypatch.setattr(taken, "_gluon_attention_backward_launch", backward)
     return asked
@@ -450,7 +449,6 @@ def modelled(gallery: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         for name in ("_gluon_attention_gpu", "_gluon_attention_backward_gpu", "_flash_attention_hopper"):
             patch.setattr(recipe, name, lambda _: True)
         patch.setattr(recipe, "FLASH_ATTENTION_GLUON", {64: (1, 1), 128: (1, 1)})
-        patch.setattr(recipe, "FLASH_ATTENTION_GLUON_ROWS", 1)
         yield recipe
     end_ops(recipe)  # PyTorch 2.11 refuses a second one
 
@@ -611,10 +609,8 @@ BREAKS = [
     ),
     # Where calls go
     ("any GPU", "return (gpu.major, gpu.minor) == (9, 0)", "return gpu.major >= 9"),
-    ("few programs", "return long and rows >= FLASH_ATTENTION_GLUON_ROWS", "return long"),
-    ("programs of keys are not counted", "(min(heads * LQ, shared * LK) if backward else heads * LQ)", "heads * LQ"),
     ("any scale", "(scale is None or 0 < scale < math.inf)", "(scale is None or scale < math.inf)"),
-    ("one length alone", "long = min(LQ, LK) >= least[backward]", "long = LQ >= least[backward]"),
+    ("one length alone", "return min(LQ, LK) >= least[backward]", "return LQ >= least[backward]"),
     (
         "odd strides forward",
         "if in_gluon and all(map(_gluon_attention_fits, (q, k, v))):",

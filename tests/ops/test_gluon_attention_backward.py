@@ -486,8 +486,8 @@ BREAKS = [
     ("any address", " and x.data_ptr() % 16 == 0:", ":"),
     (
         "strides of one",
-        "step if n > 1 else x.shape[3] for n, step in sides]\n    kind",
-        "step for n, step in sides]\n    kind",
+        "step if n > 1 else x.shape[3] for n, step in sides]\n    layout = _gluon_attention_backward",
+        "step for n, step in sides]\n    layout = _gluon_attention_backward",
     ),
     ("queries without keys", "if q.numel() * k.numel() == 0:", "if q.numel() == 0:"),
     ("lse of any dtype", "lse.dtype != torch.float32 or lse.device", "lse.device"),

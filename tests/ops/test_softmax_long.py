@@ -31,7 +31,7 @@ def planned(taken: ModuleType, plan: tuple[int, ...]) -> Iterator[None]:
 
 def settings(whole: int, cache: int, few: int = 2**31) -> dict[str, object]:
     """Return what the launcher's decisions are set to: what registers hold, what the cache holds, what is shared."""
-    return {"SOFTMAX_LONG_WHOLE": whole, "_softmax_long_gpu": lambda _: (4, cache), "SOFTMAX_LONG_FEW": few}
+    return {"SOFTMAX_LONG_WHOLE": whole, "_softmax_long_gpu": lambda _: (16, 4 * cache), "SOFTMAX_LONG_FEW": few}
 
 
 def special(draw: Draw) -> list[tuple[torch.Tensor]]:
@@ -52,7 +52,7 @@ SHAPES = st.tuples(LEADS, sizes(1024, 4500)).map(lambda drawn: (*drawn[0], drawn
 # Lengths for tiles in registers, and for eight to one program for each multiprocessor of a GPU.
 ROWS = [(17, 5), (3, 1), (2, 8193), (3, 3000), (0, 7), (2, 16_392), (2, 20_001), (3, 0)]
 ROWS += [(2048 // N + 1, N) for N in (2, 3, 4, 8, 16, 32, 64, 100, 128, 256, 512, 1000, 1024)]
-ROWS += [(2, N) for N in (2048, 4096, 8192, 16384, 32_000, 80_000, 150_001)] + [(4, 20_001)]
+ROWS += [(2, N) for N in (2048, 4096, 8192, 16384, 32_000, 80_000, 150_001)] + [(5, 20_001)]
 # Edges alone, blocks that are full, and those that are not.
 PASSES = [(3, 101), (2, 2048), (5, 1), (2, 4099), (0, 7), (5, 17), (2, 4096), (2, 1024), (2, 1025), (2, 2049)]
 # The exponent is less than 16 and is rounded: 16 roundings in an exponential and in their sum, and the sums have a few
@@ -140,6 +140,8 @@ def test_plans(taken: ModuleType) -> None:
     assert all(fits(N, N, 4) == (N <= 2048 or N % 4 == 0) for N in range(1, 16385, 61))
     assert [fits(N, N, 2) for N in (8192, 8200)] == [True, False]
     assert [fits(N, N, 8) for N in (8192, 8194)] == [True, False]
+    lengths = 8192, 8200, 12288, 12296, 16384, 16392
+    assert [fits(N, N, 2, backward=True) for N in lengths] == [True, False, False, True, True, False]
     assert [fits(4096, stride, 2) for stride in (4096, 4104, 4100)] == [True, True, False]
     assert taken._softmax_long_whole_plan(torch.empty(1).half(), 1000, 16384, 16384)[1]["num_warps"] == 16
     # Rows are loaded 16 bytes at a time, if those of the output begin alike.
@@ -156,12 +158,12 @@ def test_plans(taken: ModuleType) -> None:
 
 @given(M=st.integers(1, 200), N=st.integers(1, 600_000), dtype=st.sampled_from(FLOATS))
 def test_plan_of_parts(taken: ModuleType, M: int, N: int, dtype: torch.dtype) -> None:
-    """Few long rows have programs for all multiprocessors, if there are as many blocks; others have no parts."""
+    """Few long rows have programs for all 132 multiprocessors, if there are as many blocks; others have no parts."""
     x = torch.empty(1, dtype=dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(taken, "_softmax_long_gpu", lambda _: (132, 2**20))
         grid, options, most = taken._softmax_long_parts_plan(x, M, N, N)
-    shared = M < 132 and N * x.element_size() > taken.SOFTMAX_LONG_FEW
+    shared = M <= 33 and N * x.element_size() > taken.SOFTMAX_LONG_FEW
     assert (grid is not None) == shared
     if grid is not None:
         rows, parts = grid
@@ -268,7 +270,7 @@ def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
 
 def traced(recipe: ModuleType) -> list[list[list[str]]]:
     """Return the graphs of rows that stay in registers, of long ones, and of few that programs share."""
-    shapes = (3, 300), (4, 20_001), (3, 20_001)
+    shapes = (3, 300), (5, 20_001), (3, 20_001)
     return [graphs(recipe.softmax_long, torch.randn(shape, requires_grad=True)) for shape in shapes]
 
 
@@ -298,6 +300,8 @@ BREAKS = [
     ("rows taken for adjacent", "x_ptr + offs_m * stride_xm", "x_ptr + offs_m * N"),
     ("long rows taken for adjacent", "x_ptr, row * stride_xm, N, VEC", "x_ptr, row * N, N, VEC"),
     ("a sum that is not corrected", "    s *= _softmax_long_exp(m - larger)\n", ""),
+    ("many rows shared", "SOFTMAX_LONG_PROCESSORS = 4", "SOFTMAX_LONG_PROCESSORS = 1"),
+    ("rows of a gradient in two passes", "SOFTMAX_LONG_AGAIN = 48 * 1024", "SOFTMAX_LONG_AGAIN = 64 * 1024"),
     ("parts over each other", "begin, tl.minimum(begin + span, N)", "begin, N"),
     (
         "sums of parts that are not corrected",
