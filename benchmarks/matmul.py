@@ -69,9 +69,15 @@ WORKLOADS = [
             (5000, 5000, 5000),
             (500, 3072, 9216),
             (40, 3072, 9216),
+            (500, 1792, 5376),
+            (40, 6144, 2048),
+            (3000, 7000, 9000),
         ],
         layout="nt",
     ),
+    products([(3000, 7000, 9000)], "tn", "a transposed"),
+    products([(3000, 7000, 9000)], "tt", "both transposed"),
+    products([(3000, 7000, 9000)], "nt", "float32", dtype="float32"),  # IEEE, PyTorch's default
     *(
         products(
             drawn(len(LAYOUTS) * seed + place), layout, f"drawn {seed}, {layout}", ("bfloat16", "float16")[seed % 2]

@@ -30,6 +30,7 @@ from triton_gallery.execute.sanitize import sanitize
 from triton_gallery.execute.settings import read
 from triton_gallery.figures.compare import compare
 from triton_gallery.figures.measurements import Measurement, all_recorded
+from triton_gallery.figures.ratios import pooled, tenth
 from triton_gallery.libraries import model_rows
 from triton_gallery.libraries.library_rows import load_all
 from triton_gallery.recipe.contents import Recipe, load
@@ -423,26 +424,31 @@ def results(options: argparse.Namespace) -> int:
     console.print(table)
     table = Table("recipe", "work", "shape", "series", "value", "low", "high", "unit", "CPU us", "device", "state")
     of_device = defaultdict[str, list[tuple[float, str, str]]](list)  # CPU time over torch.compile's, and of what
-    of_op = defaultdict[tuple[str, str, str], list[float]](list)  # our rate over the best other's
+    of_work = defaultdict[tuple[str, str], list[float]](list)  # our rate over the best other's
+    first_calls = Table("first call, s", "shape", TRITON, TORCH_COMPILE, "device", "state")
     for beside in recorded["libraries"]:
         cpu_us, size = beside["cpu_us"], " x ".join(map(str, beside["shape"]))
         if beside["state"] == "fresh" and {TRITON, TORCH_COMPILE} <= cpu_us.keys():
             of_device[beside["device"]].append((cpu_us[TRITON] / cpu_us[TORCH_COMPILE], beside["work"], size))
         if beside["state"] == "fresh" and beside["ratio"]:
-            direction = "backward" if "backward" in beside["work"] else "forward"
-            of_op[beside["recipe"], direction, beside["device"]].append(beside["ratio"])
+            of_work[pooled(beside["work"]), beside["device"]].append(beside["ratio"])
+        if first := beside["first_call_s"]:
+            seconds = (f"{first[name]:.2f}" if name in first else "" for name in (TRITON, TORCH_COMPILE))
+            cells = [beside["work"], size, *seconds]
+            first_calls.add_row(*map(Text, [*cells, beside["device"], beside["state"]]))
         for series, rate in beside["rates"].items():
             figures = [_number(rate[name] if rate else None) for name in ("value", "low", "high")]
             cells = [beside["recipe"], beside["work"], size, series, *figures, beside["unit"]]
             cells += [_number(cpu_us.get(series)), beside["device"], beside["state"]]
             table.add_row(*map(Text, cells))
     console.print(table)
-    table = Table("Triton / best other", "direction", "device", "fresh rows", "worst", "tenth", "median", "best")
-    for about, found in of_op.items():
-        found.sort()
-        shown = (found[0], found[len(found) // 10], statistics.median(found), found[-1])
+    table = Table("Triton / best other", "device", "fresh rows", "worst", "tenth", "median", "best")
+    for about, found in of_work.items():
+        shown = (min(found), tenth(found), statistics.median(found), max(found))
         table.add_row(*map(Text, [*about, str(len(found)), *(f"{ratio:.2f}" for ratio in shown)]))
     console.print(table)
+    if first_calls.row_count:
+        console.print(first_calls)
     for device, ratios in of_device.items():
         worst, work, size = max(ratios)
         middle = statistics.median(ratio for ratio, *_ in ratios)

@@ -134,11 +134,11 @@ def test_sizes_of_a_work_are_one_table(project: Project) -> None:
     assert (table.band("Triton", 0), table.band("PyTorch", 0)) == ((1.0, 3.0), None)
 
 
-def test_row_of_before_has_no_dtype_and_no_times_of_the_cpu(project: Project) -> None:
+def test_row_of_before_has_no_dtype_and_no_times(project: Project) -> None:
     """They are shown where any row of the table has them."""
     path = record(project)
     text = path.read_text()
-    for new in (',\n   "dtype": ""', ',\n   "cpu_us": {}'):
+    for new in (',\n   "dtype": ""', ',\n   "cpu_us": {}', ',\n   "first_call_s": {}'):
         assert new in text
         text = text.replace(new, "")
     path.write_text(text)
@@ -257,6 +257,7 @@ def test_results_have_the_rows(project: Project) -> None:
         "packages": {"liger-kernel": "0.8.5"},
         "ratio": 300 / 303,
         "cpu_us": {},
+        "first_call_s": {},
         "date": DATE,
         "commit": COMMIT,
         "state": "fresh",
@@ -265,7 +266,7 @@ def test_results_have_the_rows(project: Project) -> None:
     assert [row["work"] for row in json.loads(results(project, "things/two", "--json"))["libraries"]] == [
         "two, backward"
     ]
-    lines = [line for line in results(project).splitlines() if "one, forward" in line]
+    lines = [line for line in results(project).splitlines() if "things/one" in line and "one, forward" in line]
     assert len(lines) == len(TIED)
     assert all(word in lines[0] for word in (first.size.replace(BY, " x "), "Triton", "300.0", "290.0", "310.0"))
 
@@ -286,6 +287,30 @@ def test_cpu_times_of_calls(project: Project) -> None:
     assert "torch.compile's function, Test GPU 9000, 2 fresh rows: median 1.01, largest 1.52 (<script>" in printed
     project.write(one="x = 3")
     assert "CPU time of a call over" not in results(project)
+
+
+def test_results_say_how_ratios_lie(project: Project) -> None:
+    """Over the sizes of a work; those of all draws are one."""
+    rows = [
+        a_row(project, "one", f"one, drawn {size % 2}, {way}", [size], {**RATES, "Triton": [10.0 * size] * 3})
+        for way in ("forward", "backward")
+        for size in range(1, 21)
+    ]
+    keep(project, *rows)
+    lines = [line.split() for line in results(project).splitlines() if "20 " in line and "0.30" in line]
+    assert [" ".join(part for part in line if part not in "|│┃") for line in lines] == [
+        f"one, drawn, {way} Test GPU 9000 20 0.10 0.30 1.05 2.00" for way in ("forward", "backward")
+    ]
+
+
+def test_results_say_how_long_a_first_call_takes(project: Project) -> None:
+    first, second, third = three(project)
+    assert "first call, s" not in results(project)
+    keep(project, structs.replace(first, first_call_s={"Triton": 1.5, "torch.compile": 2.25}), second, third)
+    printed = results(project)
+    (line,) = (line for line in printed[printed.index("first call, s") :].splitlines() if "one, forward" in line)
+    cells = [cell.strip() for cell in line.strip("│").split("│")]
+    assert cells == ["one, forward", "131072 x 1024", "1.50", "2.25", "Test GPU 9000", "fresh"]
 
 
 def results(project: Project, *arguments: str) -> str:

@@ -1,6 +1,7 @@
 """What `make libraries` measures is the same work, on the same inputs, for every library."""
 
 import dataclasses
+import os
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -296,9 +297,33 @@ def test_a_whole_run_is_recorded(host: tuple[Path, list[measure.Workload]]) -> N
     assert list(rows[0].rates) == ["Triton", "PyTorch", "torch.compile", "Other", "Roof"]
     assert rows[0].rates["Other"] is None, "it takes no tensors"
     assert rows[0].cpu_us == dict.fromkeys(["Triton", "PyTorch", "torch.compile"], 7.0)
+    kept = [list(row.first_call_s) for row in rows]
+    assert kept == [["Triton", "torch.compile"], []] * 4, "the first of each recipe, forward and backward"
     median, low, high = rows[0].rates["Triton"]
     assert (low, median, high) == (median / 2, 2 * 8 * SMALL * 4, 2 * median)
     assert rows[2].rates["Triton"][0] == 3 * 8 * SMALL * 4, "two tensors are read by the backward"
+
+
+def test_first_calls_find_empty_caches(
+    host: tuple[Path, list[measure.Workload]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others find those that are there, and none is left behind."""
+    _, works = host
+    seen = {}
+
+    def softmax(x):
+        folders = [os.environ[cache] for cache in measure.CACHES]
+        seen.setdefault((len(x), torch.is_grad_enabled()), folders)
+        return torch.softmax(x, -1)
+
+    for cache in measure.CACHES:
+        monkeypatch.setenv(cache, "warm")
+    works[:] = [dataclasses.replace(works[0], ours=lambda module: softmax)]
+    assert measure.main([]) == 0
+    assert all(folders == ["warm"] * 2 for (rows, _), folders in seen.items() if rows == 2)
+    cold = [folder for (rows, _), folders in seen.items() if rows == 8 for folder in folders]
+    assert len(set(cold)) == 4
+    assert not [folder for folder in cold if folder == "warm" or Path(folder).parent.exists()]
 
 
 def test_library_that_means_something_else_costs_its_figure_alone(
@@ -375,7 +400,9 @@ def test_one_work_that_fails_costs_its_rows_alone(
     capsys.readouterr()
     assert measure.main([]) == 1
     now = recorded(records)
-    assert now == [structs.replace(row, date=now[0].date) for row in before[4:]]
+    assert [structs.replace(row, first_call_s={}) for row in now] == [
+        structs.replace(row, date=now[0].date, first_call_s={}) for row in before[4:]
+    ]
     printed = capsys.readouterr().out
     assert printed.count("(8, 24) failed: OutOfMemoryError: CUDA out of memory") == 2
     assert printed.count("(2, 24) failed: AssertionError: fusion/softmax: PyTorch has another result than ours") == 2

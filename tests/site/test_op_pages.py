@@ -13,7 +13,10 @@ import pytest
 from bs4 import BeautifulSoup
 from project import OPS, ROOT, SOURCES, Project, deferred, whole_page
 
+from triton_gallery.libraries.library_rows import LibraryRow, merge
 from triton_gallery.recipe.contents import load
+from triton_gallery.recipe.device import Environment
+from triton_gallery.recipe.measured import op_hash
 from triton_gallery.recipe.new import create
 from triton_gallery.recipe.op import op_of
 from triton_gallery.site.op_files import install_command, wheel_name
@@ -113,7 +116,7 @@ def test_lesson_leads_to_the_op(parsed: Callable[[str], BeautifulSoup], op: str)
     (recipe,) = (recipe for recipe in load(ROOT / "gallery") if (found := op_of(recipe)) and found.name == op)
     page = parsed(f"recipes/{recipe.key}.html")
     assert page.select_one(f".glance .op-page a[href='../../ops/{op}.html']")
-    assert not page.select(".glance table.ratios"), "it is on the op's page"
+    assert not page.select(".glance table.ratios:not(.distribution)"), "it is on the op's page"
     assert not page.select("section#beside-other-libraries"), "it is on the op's page"
     kernels = {block.text.partition("(")[0] for block in page.select("#on-other-gpus details > p > code")}
     assert "_NAMESPACE" in page.select_one("#the-op details.fold .highlight").text
@@ -173,6 +176,9 @@ def project(make_project: Callable[..., Project]) -> Project:
     project = make_project()
     project.write(before='print("before")')
     create(project.root, "things/square")
+    (project.root / "docs" / "performance.md").write_text("# Performance\n\n```{performance}\n```\n")
+    index = project.root / "docs" / "index.md"
+    index.write_text(index.read_text().replace("recipes/index", "recipes/index\nperformance"))
     status, output = project.run("html", SITE_URL="https://example.org/x/", SITE_REPOSITORY="https://example.org/code")
     assert status == 0, output
     return project
@@ -182,6 +188,34 @@ def test_new_op_has_a_page(project: Project) -> None:
     page = BeautifulSoup(whole_page(project.root / "_build" / "html" / "ops" / "square.html"), "html.parser")
     assert "x: torch.Tensor" in page.select_one("#use-it").text
     assert page.find("a", string="Report a mistake")["href"].startswith("https://example.org/code/issues/new?title=")
+
+
+def test_lesson_and_op_show_how_ratios_lie(project: Project) -> None:
+    """Of many sizes, also if they are of several draws: the worst, the tenth and the median."""
+    (square,) = (recipe for recipe in load(project.root / "gallery") if recipe.name == "square")
+    gpu = Environment("Test GPU", "9.0", 1, None, None, "2.11", "3.6", "3.12")
+    measured = "things/square", "GB/s", op_hash(square), gpu, "2026-01-02T03:04:05+00:00", None, {}
+    rows = []
+    for seed, dtype in enumerate(("bfloat16", "float16")):
+        for size in range(10 * seed + 1, 10 * seed + 11):
+            rates = {"Triton": [float(size)] * 3, "PyTorch": [10.0] * 3, "Roof": [20.0] * 3}
+            recipe, unit, *others = measured
+            rows.append(LibraryRow(recipe, f"square, drawn {seed}, forward", [size], unit, *others, rates, dtype))
+    merge(project.root / "docs" / "_records", rows, [row.key for row in rows])
+    status, output = project.run("html")
+    assert status == 0, output
+
+    def tables(page: str) -> list[list[list[str]]]:
+        parsed = BeautifulSoup(whole_page(project.root / "_build" / "html" / page), "html.parser")
+        found = parsed.select(".glance table.ratios")
+        return [[[cell.text for cell in row.select("th, td")] for row in table.select("tr")] for table in found]
+
+    assert tables("recipes/things/square.html") == [
+        [["beside", "PyTorch"], ["drawn, forward, 20 shapes", "0.10, 0.30, 1.05"]]
+    ]
+    (verdict,) = tables("ops/square.html")
+    assert verdict[1][:2] == ["PyTorch", "1.05 (0.10 to 2.00; tenth 0.30)"]
+    assert verdict[2][:2] == ["Roof", "0.53 (0.05 to 1.00; tenth 0.15)"]
 
 
 def test_page_follows_its_module(project: Project) -> None:

@@ -6,11 +6,11 @@ from pathlib import Path
 from docutils import nodes
 from msgspec import structs
 
-from triton_gallery.figures.ratios import Summary, headline
+from triton_gallery.figures.ratios import Summary, headline, pooled
 from triton_gallery.recipe.contents import Recipe
 from triton_gallery.recipe.device import Environment
 from triton_gallery.recipe.tables import Table
-from triton_gallery.site.verdict import BACKWARD, NOTHING, OLDER, ROOFS, UNKNOWN, UNMEASURED, table
+from triton_gallery.site.verdict import BACKWARD, NOTHING, OLDER, ROOFS, UNKNOWN, UNMEASURED, distribution, table
 
 H200 = Environment("Test H200", "9.0", 1, None, None, "2.11", "3.6", "3.12")
 H100 = structs.replace(H200, name="Test H100")
@@ -118,6 +118,31 @@ def test_further_works_have_a_row_each() -> None:
         ["packed", ratio, ratio],
         ["float32", ratio, UNMEASURED],
     ]
+
+
+def test_many_sizes_have_a_tenth() -> None:
+    """Also beside each library alone, where a library has no figure at some."""
+    sizes = [float(size) for size in range(1, 21)]
+    series = {"Triton": sizes, "PyTorch": [10.0] * 20, "Liger": [1.0, *[None] * 19], "Roof": [20.0] * 20}
+    many = item("drawn, forward", table=Table("results", "size", "GB/s", sizes, series, {}, {}, {}, {}))
+    _, (rows,) = said(many)
+    ratios = {name: ratio for name, ratio, *_ in rows}
+    assert ratios["PyTorch"] == "1.05 (0.10 to 2.00; tenth 0.30)"
+    assert [*distribution([item(), item(is_fresh=False)])] == [], "none has many sizes"
+    about, shown = distribution([many, item(), item("old", is_fresh=False)])
+    assert about.astext().startswith("On Test H200, ")
+    assert [[cell.astext() for cell in row.findall(nodes.entry)] for row in shown.findall(nodes.row)] == [
+        ["beside", "PyTorch", "Liger"],
+        ["drawn, forward, 20 shapes", "0.10, 0.30, 1.05", UNMEASURED],
+    ]
+
+
+def test_draws_are_one_work() -> None:
+    for work in ("op, drawn 0, nt", "op, drawn 1, tn", "op, drawn"):
+        assert pooled(work) == "op, drawn"
+        assert pooled(f"{work}, backward") == "op, drawn, backward"
+    assert pooled("op, causal, drawn 2, forward") == "op, causal, drawn, forward"
+    assert pooled("op, forward") == "op, forward"
 
 
 def test_headline_is_the_op_itself_on_the_device_of_its_page() -> None:

@@ -119,6 +119,7 @@ def _of_libraries(row: LibraryRow, state: str) -> dict[str, Any]:
         },
         "ratio": row.table.ratio(0),  # ours over the best other's
         "cpu_us": row.cpu_us,
+        "first_call_s": row.first_call_s,
         "device": row.environment.name,
         "driver": row.environment.driver,
         "torch": row.environment.torch,

@@ -1,10 +1,10 @@
 """What a benchmark comes to: its middle size, and how its ratios lie over all sizes that the CPU did not decide."""
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from statistics import median
 
 from triton_gallery.libraries.library_rows import LibraryRow, table_of
@@ -14,14 +14,17 @@ from triton_gallery.recipe.tables import Table
 from triton_gallery.records.record_store import Record
 
 BESIDE = "beside libraries"
+MANY = 10  # from so many sizes on, one or more are a tenth of them
+DRAWN = re.compile(r"\bdrawn\b.*?(?=(, (forward|backward))?$)")  # one draw of sizes: its seed, and what else it has
 
 
 @dataclass(frozen=True)
 class Over:
-    """A ratio over the sizes of a benchmark: its median, worst and best value, and at which sizes it was measured.
+    """A ratio over the sizes of a benchmark: how its values lie, and at which sizes it was measured.
 
     Attributes:
         median: of all sizes.
+        tenth: that which a tenth of the sizes, rounded down, lie below.
         worst: the lowest.
         best: the highest.
         at: the index of the size of the lowest.
@@ -29,6 +32,7 @@ class Over:
     """
 
     median: float
+    tenth: float
     worst: float
     best: float
     at: int
@@ -81,11 +85,12 @@ class Summary:
 
     def over(self, ratio: Callable[[int], float | None]) -> Over | None:
         """Return a ratio over the sizes, given what tells it at an index; None if there is none anywhere."""
-        ratios = [(value, index) for index in self.table.settled if (value := ratio(index))]
-        if not ratios:
+        found = {index: value for index in self.table.settled if (value := ratio(index))}
+        if not found:
             return None
-        (worst, at), (best, _) = min(ratios), max(ratios)
-        return Over(median(value for value, _ in ratios), worst, best, at, [index for _, index in ratios])
+        values = list(found.values())
+        at = min(found, key=found.__getitem__)
+        return Over(median(values), tenth(values), found[at], max(values), at, list(found))
 
     def beside(self, other: str) -> Over | None:
         """Return our speed over a library's; None if it was measured nowhere."""
@@ -112,6 +117,8 @@ class Summary:
 def summaries(records: Sequence[Record], rows: Sequence[LibraryRow], recipe: Recipe) -> Iterator[Summary]:
     """Yield the benchmarks of a recipe on all devices: those of its page, then its works beside other libraries.
 
+    Works whose sizes are drawn are one.
+
     Args:
         records: the recipe's.
         rows: of any recipes.
@@ -120,15 +127,27 @@ def summaries(records: Sequence[Record], rows: Sequence[LibraryRow], recipe: Rec
     for record in records:
         for table in (table for output in record.outputs for table in output.tables):
             yield Summary(recipe, table.kind, table, record.environment, record.date, record.is_fresh(recipe), True)
-    of_recipe = (row for row in rows if row.recipe == recipe.key)
-    for (_, name), group in groupby(of_recipe, key=lambda row: (row.environment.name, row.work)):
-        work_rows = list(group)
+    groups = defaultdict[tuple[str, str], list[LibraryRow]](list)
+    for row in rows:
+        if row.recipe == recipe.key:
+            groups[row.environment.name, pooled(row.work)].append(row)
+    for (_, name), work_rows in groups.items():
         kind = f"{name.removeprefix(recipe.name).strip(', ')}, {BESIDE}".removeprefix(", ")
         fresh = all(row.is_fresh([recipe]) for row in work_rows)
         date = min(row.date for row in work_rows)
         dtypes = {row.dtype for row in work_rows}
         dtype = dtypes.pop() if len(dtypes) == 1 else ""
         yield Summary(recipe, kind, table_of(work_rows), work_rows[0].environment, date, fresh, False, dtype)
+
+
+def pooled(work: str) -> str:
+    """Return the name of a work without what tells one draw of sizes from another."""
+    return DRAWN.sub("drawn", work)
+
+
+def tenth(ratios: Sequence[float]) -> float:
+    """Return the ratio that a tenth of all, rounded down, lie below."""
+    return sorted(ratios)[len(ratios) // 10]
 
 
 def headline(items: Sequence[Summary]) -> list[Summary]:

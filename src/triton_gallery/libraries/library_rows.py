@@ -23,12 +23,15 @@ class LibraryRow(Row, frozen=True):
         rates: by the name of who was measured; None where there is none.
         dtype: of the tensors; empty if it was not kept.
         cpu_us: the CPU's microseconds for a call, by the same names; empty if they were not kept.
+        first_call_s: the seconds of the first call of ours and of torch.compile's function, which compiles; in a
+            recipe's first row each way alone.
     """
 
     packages: dict[str, str]
     rates: dict[str, Rate | None]
     dtype: str = ""  # which older files have not
     cpu_us: dict[str, Annotated[float, Meta(gt=0)]] = field(default_factory=dict)  # nor these
+    first_call_s: dict[str, Annotated[float, Meta(gt=0)]] = field(default_factory=dict)  # nor these
 
     def __post_init__(self) -> None:
         """Refuse a row without a rate of ours; ValueError."""

@@ -12,11 +12,15 @@ import importlib
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from time import perf_counter
 from typing import Any
+from unittest.mock import patch
 
 from triton_gallery.libraries.library_rows import LibraryRow, load_all, merge
 from triton_gallery.libraries.trial import DEVICE, GALLERY, RECORDS, Trial, load_workloads, rates_of, recipe_module
@@ -29,6 +33,7 @@ from triton_gallery.records.files import BadRecordError
 from triton_gallery.records.git import commit
 
 TURNS = 40
+CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")  # name the folders of what is compiled
 
 
 @dataclass(frozen=True)
@@ -83,13 +88,30 @@ def contestants(work: Workload, libraries: Sequence[str]) -> dict[str, Function]
     return {TRITON: ours, **{name: work.called(function) for name, function in functions.items()}}
 
 
+@contextmanager
+def empty_caches() -> Iterator[None]:
+    """Let what is compiled meanwhile find nothing that was compiled before, and leave nothing."""
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        patch.dict(os.environ, {cache: os.path.join(folder, cache) for cache in CACHES}),
+    ):
+        yield
+
+
 def rates(
-    trial: Trial, amount: Bytes | Product, backward: bool, libraries: Sequence[str]
-) -> tuple[dict[str, list[float] | None], dict[str, float]]:
+    trial: Trial, amount: Bytes | Product, backward: bool, libraries: Sequence[str], is_first: bool
+) -> tuple[dict[str, list[float] | None], dict[str, float], dict[str, float]]:
     """Check and measure one work at one size, one way.
 
+    Args:
+        trial: the work, with inputs of the size.
+        amount: how much is done.
+        backward: whether its gradients are measured.
+        libraries: the names of the other libraries.
+        is_first: whether the process has not called the op this way: then the time of the first call is kept.
+
     Returns:
-        By the name of who was measured the rates, and the CPU's microseconds for a call.
+        By the name of who was measured the rates, the CPU's microseconds for a call, and the seconds of a first call.
     """
     import torch
     import torch._functorch.config
@@ -101,10 +123,17 @@ def rates(
     functions = contestants(trial.work, libraries)
     calls: dict[str, Function] = {}
     ours: tuple[Any, ...] = ()
+    first_call_s = {}
     for name, function in functions.items():
+        is_kept = is_first and name in {TRITON, TORCH_COMPILE}
         try:
-            call = trial.call(function, backward)
-            outputs = call()
+            with empty_caches() if is_kept else nullcontext():
+                began = perf_counter()
+                call = trial.call(function, backward)
+                outputs = call()
+                seconds = perf_counter() - began
+            if is_kept:
+                first_call_s[name] = float(f"{seconds:.3g}")
             if name == TRITON:
                 ours = tuple(tensor.clone() for tensor in outputs)
             trial.check(name, outputs, ours)
@@ -122,7 +151,7 @@ def rates(
         results[name] = rates_of(amount, times)
         if name != ROOF:
             cpu_us[name] = float(f"{cpu:.4g}")
-    return results, cpu_us
+    return results, cpu_us, first_call_s
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -153,15 +182,18 @@ def main(arguments: list[str] | None = None) -> int:
     date, revision = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), commit()
     packages = {LIBRARIES[name].package: version for name, version in versions.items()}
     known = [(work.recipe, name, shape) for work in WORKLOADS for name in work.directions for shape in work.shapes]
-    failed = 0
+    begin_compiling()
+    failed, begun = 0, set[tuple[str, bool]]()
     for work in works:
         made = (op_hash(recipes[work.recipe]), environment, date, revision, packages)
         rows = []
         for name, backward in work.directions.items():
             for shape in work.shapes:
+                is_first = (work.recipe, backward) not in begun
+                begun.add((work.recipe, backward))
                 try:
-                    figures, cpu_us, unit = measure_size(work, shape, backward, list(versions))
-                    row = LibraryRow(work.recipe, name, list(shape), unit, *made, figures, work.dtype, cpu_us)
+                    unit, figures, *times = measure_size(work, shape, backward, list(versions), is_first)
+                    row = LibraryRow(work.recipe, name, list(shape), unit, *made, figures, work.dtype, *times)
                 except Exception as error:
                     print(f"{name:<40} {shape} failed: {type(error).__name__}: {error}", flush=True)
                     failed += 1
@@ -174,6 +206,13 @@ def main(arguments: list[str] | None = None) -> int:
     if failed:
         print(f"{failed} rows were not measured")
     return int(failed > 0)
+
+
+def begin_compiling() -> None:
+    """Compile for the first time in this process: that loads the compilers, whose time is no op's."""
+    import torch
+
+    torch.compile(torch.neg)(torch.ones(1, device=DEVICE))
 
 
 def side_by_side(keys: Sequence[str], gpus: Sequence[str]) -> int:
@@ -197,14 +236,14 @@ def measured_apart(key: str, gpu: str) -> bool:
 
 
 def measure_size(
-    work: Workload, shape: tuple[int, ...], backward: bool, libraries: Sequence[str]
-) -> tuple[dict[str, list[float] | None], dict[str, float], str]:
-    """Return the rates of a work at a size, one way, the CPU times of a call, and the unit of the rates."""
+    work: Workload, shape: tuple[int, ...], backward: bool, libraries: Sequence[str], is_first: bool
+) -> tuple[str, dict[str, list[float] | None], dict[str, float], dict[str, float]]:
+    """Return the unit of the rates of a work at a size, one way, then what `rates` returns."""
     import torch
 
     dtype = getattr(torch, work.dtype)
     amount = work.amount(shape, dtype.itemsize, backward)
-    return *rates(Trial(work, shape, dtype, DEVICE), amount, backward, libraries), amount.unit
+    return amount.unit, *rates(Trial(work, shape, dtype, DEVICE), amount, backward, libraries, is_first)
 
 
 def show(row: LibraryRow) -> None:
@@ -213,7 +252,9 @@ def show(row: LibraryRow) -> None:
     other, top = row.table.ratio(0), row.table.of_roof(0)
     ratios = f"Triton / best other {other:.3f}{' (tie)' if row.is_tie else ''}, / roof {top:.3f}"
     cpu = ", ".join(f"{name} {time:.0f}" for name, time in row.cpu_us.items())
-    print(f"{row.work:<40} {row.size:<14} {row.unit}: {shown}; {ratios}; CPU us {cpu}", flush=True)
+    first = ", ".join(f"{name} {time:.3g}" for name, time in row.first_call_s.items())
+    times = f"CPU us {cpu}{f'; first call, s: {first}' if first else ''}"
+    print(f"{row.work:<40} {row.size:<14} {row.unit}: {shown}; {ratios}; {times}", flush=True)
 
 
 if __name__ == "__main__":

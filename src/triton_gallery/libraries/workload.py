@@ -95,7 +95,7 @@ class Workload:
         forward: returns how much is done, given one of `shapes` and the bytes of an element.
         backward: the same; None where only the forward is measured.
         libraries: of a name in LIBRARIES, what returns that library's function, given its module.
-        variant: what tells it from the recipe's other rows.
+        variant: what tells it from the recipe's other rows. On pages, what follows "drawn" is left out.
         dtype: of the random tensors.
         called: returns how PyTorch's function, the compiled one and a library's is called, where not as it is.
         alike: returns what of two results, a library's and ours, has to be the same.

@@ -63,11 +63,15 @@ def _measured(env: BuildEnvironment, page: RecipePage) -> Iterator[nodes.Node]:
 
 
 def _of_lesson(env: BuildEnvironment, page: RecipePage, op: str) -> Iterator[nodes.Node]:
-    """Yield a link to the page of an op; old addresses of sections that moved there lead to the link."""
+    """Yield a link to the page of an op, then its ratios over many shapes.
+
+    Old addresses of sections that moved there lead to the link.
+    """
     moved = [nodes.make_id(library_table.TITLE)]
     moved += [] if other_gpus.section(env, page.recipe, of_op=False) else [nodes.make_id(other_gpus.TITLE)]
     has = ", has its signature, its figures beside other libraries, what it compiles to, and its source."
     yield paragraph("The page of the op, ", op_link(op), has, ids=moved, classes=["op-page"])
+    yield from verdict.distribution(page_context.benchmarks(env, page))
 
 
 def ratios(items: Sequence[Summary], named: bool = False) -> nodes.Node:

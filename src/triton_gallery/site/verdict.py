@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from docutils import nodes
 
-from triton_gallery.figures.ratios import Over, Summary, headline
+from triton_gallery.figures.ratios import MANY, Over, Summary, headline
 from triton_gallery.recipe.tables import BYTES, ROOF
 from triton_gallery.site import render
 from triton_gallery.site.page_context import RecipePage
@@ -18,7 +18,7 @@ NOTHING = "Nothing has been measured with the present code."
 OLDER = "Beside other libraries, older code than the present was measured."
 RATIOS = (
     "A ratio is the op's speed over that of the row: above 1 the op is faster. It is the median of all sizes, with the "
-    "worst and the best."
+    "worst and the best; from ten sizes on, also with the tenth, below which a tenth of the sizes lie."
 )
 EQUAL = (
     "Equal: the ranges of the two, from the 20th to the 80th percentile, overlap. Slower: the op's whole range lies "
@@ -55,6 +55,20 @@ def table(items: Sequence[Summary]) -> Iterator[nodes.Node]:
     elif main[0].is_page and any(not item.is_page for item in items):
         yield paragraph(OLDER)
     yield paragraph(" ".join(_explanations(main)))
+
+
+def distribution(items: Sequence[Summary]) -> Iterator[nodes.Node]:
+    """Yield a table of the ratios to each library over many shapes, on the GPU that stands for the op; or nothing."""
+    gpu = next((item.environment.name for item in headline(items)), "")
+    fresh = [item for item in items if item.is_fresh and not item.is_page and item.environment.name == gpu]
+    many = [item for item in fresh if len(item.table.settled) >= MANY]
+    names = list(dict.fromkeys(name for item in many for name in item.table.others))
+    if names:
+        yield paragraph(f"On {gpu}, the op's speed over that of each library: worst, tenth and median of the shapes.")
+        rows = [[f"{label(item)}, {len(item.table.settled)} shapes"] for item in many]
+        for row, item in zip(rows, many, strict=True):
+            row += [_spread(item.beside(name)) for name in names]
+        yield render.table(["beside", *names], rows, "ratios", "distribution")
 
 
 def label(item: Summary) -> str:
@@ -102,11 +116,19 @@ def _rank(main: Sequence[Summary], name: str) -> tuple[bool, float]:
 
 
 def _ratio(over: Over | None) -> str:
-    """Format a ratio: its median, the lowest and the highest."""
+    """Format a ratio: its median, the lowest and the highest, and of many the tenth."""
     if over is None:
         return UNMEASURED
     ends = f"{over.worst:.2f}", f"{over.best:.2f}"
-    return f"{over.median:.2f}{'' if ends[0] == ends[1] else f' ({ends[0]} to {ends[1]})'}"
+    tenth = f"; tenth {over.tenth:.2f}" if len(over.sizes) >= MANY else ""
+    return f"{over.median:.2f}{'' if ends[0] == ends[1] else f' ({ends[0]} to {ends[1]}{tenth})'}"
+
+
+def _spread(over: Over | None) -> str:
+    """Format a ratio over many sizes: the lowest, the tenth and the median."""
+    if over is None or len(over.sizes) < MANY:
+        return UNMEASURED
+    return f"{over.worst:.2f}, {over.tenth:.2f}, {over.median:.2f}"
 
 
 def _cells(item: Summary, name: str) -> tuple[str, str]:
