@@ -179,6 +179,13 @@ def test_fnuz_is_refused(taken: ModuleType) -> None:
                 taken.fp8_matmul(*pair, *rest)
 
 
+def test_tiles_that_fit(taken: ModuleType) -> None:
+    """Where programs are fewer than multiprocessors, a step is of 256, or of 128 where shared memory is small."""
+    for M, N, itemsize in ((16, 2048, 2), (64, 2048, 4), (40, 7000, 2)):
+        assert taken._fp8_matmul_plan(M, N, itemsize, 132, 227 * 1024)[1][:3] == (64, 64, 256)
+        assert taken._fp8_matmul_plan(M, N, itemsize, 132, 99 * 1024)[1][:3] == (64, 64, 128)
+
+
 # Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     (
