@@ -33,7 +33,16 @@ FP8_MATMUL_TILES = [
     (128, 128, 128, 4, 5),
     (64, 256, 128, 4, 4),
     (64, 128, 128, 4, 6),
+    (64, 64, 256, 4, 5),  # half as many steps, where shared memory allows it
     (64, 64, 128, 4, 8),
+]
+# Sums of 128 products need registers beside the tile's: more rows than columns,
+# and 8 warps for 128 x 128, leave them free.
+FP8_MATMUL_TILES_PRECISE = [
+    (256, 128, 128, 8, 4),
+    (128, 256, 128, 8, 4),
+    (128, 128, 128, 8, 5),
+    *FP8_MATMUL_TILES[2:],
 ]
 FP8_MATMUL_EDGE = 48  # what an edge of a tile costs, beside its area
 FP8_MATMUL_PRECISE = 128  # products that the tensor cores add up by themselves
@@ -130,7 +139,7 @@ def _fp8_matmul_gpu(device):
 
 
 @cache
-def _fp8_matmul_plan(M, N, itemsize, multiprocessors, shared):
+def _fp8_matmul_plan(M, N, itemsize, multiprocessors, shared, fast=True):
     """Return the number of programs, their tile and its stages."""
 
     def stages(tile):
@@ -146,7 +155,8 @@ def _fp8_matmul_plan(M, N, itemsize, multiprocessors, shared):
         edges = FP8_MATMUL_EDGE * (tile[0] + tile[1])
         return rounds * (tile[0] * tile[1] + edges)
 
-    tile = min((t for t in FP8_MATMUL_TILES if stages(t) >= 3), key=cost)
+    tiles = FP8_MATMUL_TILES if fast else FP8_MATMUL_TILES_PRECISE
+    tile = min((t for t in tiles if stages(t) >= 3), key=cost)
     return min(multiprocessors, number(tile)), tile, stages(tile)
 
 
@@ -249,8 +259,9 @@ def _fp8_matmul_launch(
     else:
         side_x = _fp8_matmul_rows(x.reshape(M, K))
         side_weight = _fp8_matmul_rows(weight)
-        plan = M, N, out_dtype.itemsize, multiprocessors, shared
-        programs, (m, n, k, num_warps, _), num_stages = _fp8_matmul_plan(*plan)
+        gpu = multiprocessors, shared
+        plan = _fp8_matmul_plan(M, N, out_dtype.itemsize, *gpu, use_fast_accum)
+        programs, (m, n, k, num_warps, _), num_stages = plan
         describe = TensorDescriptor
         # Triton launches on the current GPU, which may not be that of x.
         with torch.accelerator.device_index(x.device.index):
@@ -364,13 +375,17 @@ def _fp8_matmul_linear_check(x, weight, bias):
 
 @custom_op(f"{FP8_MATMUL_NAMESPACE}::fp8_matmul_linear", mutates_args=())
 def fp8_matmul_linear_forward(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    use_fast_accum: bool,
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]:
     """Return what fp8_matmul_linear does, and what its backward needs.
 
-    That is the transposes of x and weight in float8, each with its scale.
+    That is the transposes of x and weight in float8, each with its scale. Only
+    the backward has use for ``use_fast_accum``.
     """
     _fp8_matmul_linear_check(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1])
@@ -381,7 +396,7 @@ def fp8_matmul_linear_forward(
 
 
 @fp8_matmul_linear_forward.register_fake
-def _fp8_matmul_linear_fake(x, weight, bias):
+def _fp8_matmul_linear_fake(x, weight, bias, use_fast_accum):
     _fp8_matmul_linear_check(x, weight, bias)
     M, (N, K) = math.prod(x.shape[:-1]), weight.shape
     float8 = {"dtype": torch.float8_e4m3fn}
@@ -400,6 +415,7 @@ def fp8_matmul_linear_backward(
     scale_x: torch.Tensor,
     weight_t: torch.Tensor,
     scale_weight: torch.Tensor,
+    use_fast_accum: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of x, as rows, and of weight."""
     rows = grad.reshape(-1, grad.shape[-1])
@@ -408,13 +424,13 @@ def fp8_matmul_linear_backward(
     values, scale, values_t, scale_t = made
     kind = grad.dtype
     dx = fp8_matmul(values, weight_t, scale, scale_weight, None, kind)
-    dw = fp8_matmul(values_t, x_t, scale_t, scale_x, None, kind, False)
-    return dx, dw
+    options = None, kind, use_fast_accum
+    return dx, fp8_matmul(values_t, x_t, scale_t, scale_x, *options)
 
 
 @fp8_matmul_linear_backward.register_fake
 def _fp8_matmul_linear_backward_fake(
-    grad, x_t, scale_x, weight_t, scale_weight
+    grad, x_t, scale_x, weight_t, scale_weight, use_fast_accum
 ):
     (K, M), N = x_t.shape, weight_t.shape[1]
     return grad.new_empty(M, K), grad.new_empty(N, K)
@@ -424,15 +440,16 @@ def _fp8_matmul_linear_setup(ctx, inputs, output):
     _, *kept = output
     ctx.save_for_backward(*kept)
     ctx.mark_non_differentiable(*kept)
-    ctx.has_bias = inputs[2] is not None
+    ctx.has_bias, ctx.use_fast_accum = inputs[2] is not None, inputs[3]
 
 
 def _fp8_matmul_linear_gradient(ctx, grad, *_):
-    dx, dw = fp8_matmul_linear_backward(grad, *ctx.saved_tensors)
+    given = *ctx.saved_tensors, ctx.use_fast_accum
+    dx, dw = fp8_matmul_linear_backward(grad, *given)
     db = None
     if ctx.has_bias:
         db = grad.flatten(0, -2).sum(0, dtype=torch.float32).to(grad.dtype)
-    return dx.view(*grad.shape[:-1], -1), dw, db
+    return dx.view(*grad.shape[:-1], -1), dw, db, None
 
 
 fp8_matmul_linear_forward.register_autograd(
@@ -441,7 +458,10 @@ fp8_matmul_linear_forward.register_autograd(
 
 
 def fp8_matmul_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    use_fast_accum: bool = False,
 ) -> torch.Tensor:
     """Return x @ weight.T + bias, with all products in float8.
 
@@ -457,7 +477,7 @@ def fp8_matmul_linear(
     are no second derivatives.
 
     Rounding: that of ``quantize``, then that of ``fp8_matmul``, with
-    ``use_fast_accum`` in the result and in the gradient of x, and without it in
-    that of the weight.
+    ``use_fast_accum`` in the result and in the gradient of x. That of the
+    weight is a sum over all tokens, and has it if ``use_fast_accum`` says so.
     """
-    return fp8_matmul_linear_forward(x, weight, bias)[0]
+    return fp8_matmul_linear_forward(x, weight, bias, use_fast_accum)[0]

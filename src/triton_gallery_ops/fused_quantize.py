@@ -12,6 +12,7 @@ for inference: there is no gradient.
 
 import math
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 import triton
@@ -47,6 +48,8 @@ FUSED_QUANTIZE_GROUP = 1024  # elements of the largest group
 FUSED_QUANTIZE_ROW = 16384  # elements of the longest row in registers
 FUSED_QUANTIZE_TILE = 4096  # elements of a program, about
 FUSED_QUANTIZE_COLUMNS = 1024  # of it, if a program has parts of rows
+FUSED_QUANTIZE_AHEAD = 1024  # elements for each warp that loads ahead
+FUSED_QUANTIZE_WARPS = 16  # such warps of a multiprocessor
 
 
 @triton.jit
@@ -156,6 +159,24 @@ def _fused_quantize_store(
 
 
 @triton.jit
+def _fused_quantize_rows(tile, M, BLOCK_M: tl.constexpr):
+    """Return the numbers (BLOCK_M, 1) of a tile's rows, in int64."""
+    offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    # Clamp to the last row: it is recomputed, and the same values are stored.
+    return tl.minimum(offs_m, M - 1)
+
+
+@triton.jit
+def _fused_quantize_tile(
+    x_ptr, tile, M, stride_xm, offs_n, mask, BLOCK_M: tl.constexpr
+):
+    """Load a tile of rows, which is not read again."""
+    offs_m = _fused_quantize_rows(tile, M, BLOCK_M)
+    ptrs = x_ptr + offs_m * stride_xm + offs_n  # (BLOCK_M, BLOCK_N)
+    return tl.load(ptrs, mask=mask, other=0, eviction_policy="evict_first")
+
+
+@triton.jit
 def _fused_quantize_rms_norm_kernel(
     x_ptr,
     residual_ptr,
@@ -176,6 +197,7 @@ def _fused_quantize_rms_norm_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     REST: tl.constexpr,  # the second block of a row, or 0
+    AHEAD: tl.constexpr,  # whether a program has several tiles of rows
     GROUP: tl.constexpr,
     SCALING: tl.constexpr,
     MAX: tl.constexpr,
@@ -194,55 +216,75 @@ def _fused_quantize_rms_norm_kernel(
     stride_rm = stride_rm // VEC * VEC
     # In int32 a row's offset would overflow past element 2**31.
     pid = tl.program_id(axis=0).to(tl.int64)
-    offs_m = pid * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
-    # Clamp to the last row: it is recomputed, and the same values are stored.
-    offs_m = tl.minimum(offs_m, M - 1)
-    x_rows = x_ptr + offs_m * stride_xm  # (BLOCK_M, 1)
-    residual_rows = residual_ptr + offs_m * stride_rm  # (BLOCK_M, 1)
-    h_rows = h_ptr + offs_m * N  # (BLOCK_M, 1)
+    tiles, programs = tl.cdiv(M, BLOCK_M), tl.num_programs(axis=0)
     offs_n = tl.arange(0, BLOCK_N)[None, :]  # (1, BLOCK_N)
     mask = offs_n < N
-    x = _rms_norm_load(x_rows, residual_rows, h_rows, offs_n, mask, ACC, ADD)
-    if REST:
-        # Loaded before the first sum, for which all warps wait.
-        rest = BLOCK_N + tl.arange(0, REST)[None, :]  # (1, REST)
-        x_rest = _rms_norm_load(
-            x_rows, residual_rows, h_rows, rest, rest < N, ACC, ADD
-        )
-        squares = tl.sum(x * x) + tl.sum(x_rest * x_rest)  # of the one row
-    else:
-        squares = tl.sum(x * x, axis=1, keep_dims=True)  # (BLOCK_M, 1)
-    r = tl.rsqrt(squares / N + EPS)
     # As a tile, although its rows are the same: the compiler would move x
     # through shared memory to where a single row lies.
     offs_w = offs_n + tl.zeros((BLOCK_M, 1), tl.int32)  # (BLOCK_M, BLOCK_N)
-    weight = _rms_norm_factor(weight_ptr, offs_w, N, ACC, OFFSET)
-    # Rounded as if it were stored: the largest magnitude is that of what
-    # rms_norm returns.
-    y = _rms_norm_scale(x, r, weight, ACC, NARROW).to(DTYPE).to(ACC)
-    y_rest = None
-    if REST:
-        last = _rms_norm_factor(weight_ptr, rest, N, ACC, OFFSET)
-        y_rest = _rms_norm_scale(x_rest, r, last, ACC, NARROW)
-        y_rest = y_rest.to(DTYPE).to(ACC)
-    _fused_quantize_store(
-        y,
-        y_rest,
-        static_ptr,
-        out_ptr,
-        scale_ptr,
-        offs_m,
-        0,
-        N,
-        GROUP,
-        SCALING,
-        MAX,
-        MANTISSA,
-        BIAS,
-        WIDTH,
-        LAST,
-        CAST,
-    )
+    if AHEAD:
+        following = _fused_quantize_tile(
+            x_ptr, pid, M, stride_xm, offs_n, mask, BLOCK_M
+        )
+        if weight_ptr is not None:
+            held = tl.load(weight_ptr + offs_w, mask=mask, other=0)
+    for tile in range(pid, tiles, programs):
+        offs_m = _fused_quantize_rows(tile, M, BLOCK_M)  # (BLOCK_M, 1)
+        x_rows = x_ptr + offs_m * stride_xm  # (BLOCK_M, 1)
+        residual_rows = residual_ptr + offs_m * stride_rm  # (BLOCK_M, 1)
+        h_rows = h_ptr + offs_m * N  # (BLOCK_M, 1)
+        if AHEAD:
+            x = following.to(ACC)
+            # The next rows are on their way while these are reduced.
+            later = tile + programs
+            there = mask & (later < tiles)
+            following = _fused_quantize_tile(
+                x_ptr, later, M, stride_xm, offs_n, there, BLOCK_M
+            )
+        else:
+            x = _rms_norm_load(
+                x_rows, residual_rows, h_rows, offs_n, mask, ACC, ADD
+            )
+        if REST:
+            # Loaded before the first sum, for which all warps wait.
+            rest = BLOCK_N + tl.arange(0, REST)[None, :]  # (1, REST)
+            x_rest = _rms_norm_load(
+                x_rows, residual_rows, h_rows, rest, rest < N, ACC, ADD
+            )
+            squares = tl.sum(x * x) + tl.sum(x_rest * x_rest)  # of the one row
+        else:
+            squares = tl.sum(x * x, axis=1, keep_dims=True)  # (BLOCK_M, 1)
+        r = tl.rsqrt(squares / N + EPS)
+        if AHEAD and weight_ptr is not None:
+            weight = held.to(ACC) + OFFSET
+        else:
+            weight = _rms_norm_factor(weight_ptr, offs_w, N, ACC, OFFSET)
+        # Rounded as if it were stored: the largest magnitude is that of what
+        # rms_norm returns.
+        y = _rms_norm_scale(x, r, weight, ACC, NARROW).to(DTYPE).to(ACC)
+        y_rest = None
+        if REST:
+            last = _rms_norm_factor(weight_ptr, rest, N, ACC, OFFSET)
+            y_rest = _rms_norm_scale(x_rest, r, last, ACC, NARROW)
+            y_rest = y_rest.to(DTYPE).to(ACC)
+        _fused_quantize_store(
+            y,
+            y_rest,
+            static_ptr,
+            out_ptr,
+            scale_ptr,
+            offs_m,
+            0,
+            N,
+            GROUP,
+            SCALING,
+            MAX,
+            MANTISSA,
+            BIAS,
+            WIDTH,
+            LAST,
+            CAST,
+        )
 
 
 @triton.jit
@@ -463,6 +505,14 @@ def _fused_quantize_plan(N, group, *strides):
     }
 
 
+@cache
+def _fused_quantize_processors(device):
+    """Return how many multiprocessors there are, and 1 to be interpreted."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def _fused_quantize_rms_norm_run(
     name, x, residual, weight, eps, options, offset, casting_mode, kernel
 ):
@@ -489,8 +539,16 @@ def _fused_quantize_rms_norm_run(
         plan |= _fused_quantize_plan(N, group, stride_xm, stride_rm)
         plan |= {"EPS": eps, "OFFSET": offset, "ADD": residual is not None}
         plan["LLAMA"] = casting_mode == "llama"
+        plan["AHEAD"] = residual is None and plan["REST"] == 0
+        most = M
+        if plan["AHEAD"]:
+            each = FUSED_QUANTIZE_AHEAD
+            plan["BLOCK_M"] = max(1, each // plan["BLOCK_N"])
+            plan["num_warps"] = max(1, plan["BLOCK_N"] // each)
+            held = FUSED_QUANTIZE_WARPS // plan["num_warps"]
+            most = held * _fused_quantize_processors(x.device)
         pointers = rows, added, weight, h, scale, out, scales
-        grid = (triton.cdiv(M, plan["BLOCK_M"]),)
+        grid = (torch.sym_min(triton.cdiv(M, plan["BLOCK_M"]), most),)
         # Triton launches on the current GPU, which may not be that of x.
         with torch.accelerator.device_index(x.device.index):
             kernel[grid](*pointers, M, N, stride_xm, stride_rm, **plan)

@@ -179,6 +179,39 @@ def test_fnuz_is_refused(taken: ModuleType) -> None:
                 taken.fp8_matmul(*pair, *rest)
 
 
+def test_tiles_that_fit(taken: ModuleType) -> None:
+    """Where programs are fewer than multiprocessors, a step is of 256, or of 128 where shared memory is small."""
+    for given in ((16, 2048, 2), (64, 2048, 4), (40, 7000, 2)):
+        assert taken._fp8_matmul_plan(*given, 132, 227 * 1024)[1][:3] == (64, 64, 256)
+        assert taken._fp8_matmul_plan(*given, 132, 99 * 1024)[1][:3] == (64, 64, 128)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_layer_accumulates(taken: ModuleType, monkeypatch: pytest.MonkeyPatch, fast: bool) -> None:
+    """Only the gradient of the weight is added up as use_fast_accum says; the other products always are fast."""
+    called, product = [], taken.fp8_matmul
+
+    def recorded(*given: Any) -> Any:
+        called.append(given[6] if len(given) > 6 else True)
+        return product(*given)
+
+    monkeypatch.setattr(taken, "fp8_matmul", recorded)
+    x, w = (torch.ones(16, 32, device=DEVICE, requires_grad=True) for _ in range(2))
+    y = taken.fp8_matmul_linear(x, w, use_fast_accum=True) if fast else taken.fp8_matmul_linear(x, w)
+    y.sum().backward()
+    assert called == [True, True, fast]
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_tiles_of_precise_sums(taken: ModuleType, fast: bool) -> None:
+    """Sums of 128 have a large tile of more rows than columns, and 8 warps for 128 x 128; a small GPU, a small tile."""
+    plan = partial(taken._fp8_matmul_plan, itemsize=2, multiprocessors=132, fast=fast)
+    large = (128, 256, 128, 8, 4) if fast else (256, 128, 128, 8, 4)
+    assert plan(14336, 4096, shared=227 * 1024) == (132, large, 4)
+    assert plan(1024, 2048, shared=227 * 1024)[1:] == ((128, 128, 128, 4 if fast else 8, 5), 5)
+    assert plan(14336, 4096, shared=99 * 1024)[1] == (64, 128, 128, 4, 6)
+
+
 # Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     (

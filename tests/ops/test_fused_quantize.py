@@ -129,6 +129,7 @@ def gated(*options: Any, packed: bool = False, scale: bool = False) -> Callable[
 
 
 SIZES = [(5, 300), (1, 4096), (3, 1), (2, 3, 130), (17,), (2, 5000), (9, 20), (0, 128), (3, 0), (2, 8200)]
+SIZES += [(71, 300)]  # more rows than the programs that load ahead
 KNOWN = (TENSOR, E4M3)
 OF_NORM = [
     Refused(norm, error, f"fused_quantize_rms_norm takes {text}")
@@ -341,6 +342,7 @@ BREAKS = [
         "tl.store(scale_rows + offs_g, scale)",
     ),
     ("rows past the last", "offs_m = tl.minimum(offs_m, M - 1)  # as above", "offs_m = offs_m"),
+    ("the rows of the first tile again", "later = tile + programs", "later = tile"),
     (
         "a scale of one block of two",
         "given = tl.maximum(given, given_rest)",
