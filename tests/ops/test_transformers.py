@@ -313,6 +313,51 @@ def test_loss_of_other_calls(pair: Callable[[str], tuple[Any, Any]]) -> None:
         model.eval()
 
 
+def test_training_keeps_no_tensor_twice(make: Callable[..., Any], ops: ModuleType) -> None:
+    """What a gated unit multiplies is computed again, and attention's result is kept in one order alone."""
+    model = make("llama").train()
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    ops.patch(model)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(tokens(), labels=tokens(), attention_mask=mask_of("ones"), use_cache=False).loss
+    wide = [tensor for tensor in kept.values() if tensor.numel() == BATCH * LENGTH * 48]
+    assert len(wide) == 2 * 2, "of two layers, the gate and what it multiplies"
+    of_heads = [tensor for tensor in kept.values() if tensor.numel() == BATCH * LENGTH * 4 * 16]
+    assert len(of_heads) == 2 * 2, "of two layers, the queries and the result"
+    loss.backward()
+
+
+@pytest.mark.parametrize("frozen", ["down_proj", "gate_proj", "q_proj", "none"])
+def test_training_of_some_weights(pair: Callable[[str], tuple[Any, Any]], frozen: str) -> None:
+    """A weight that is frozen gets no gradient, and the others' are the library's."""
+    gradients = []
+    for model in pair("llama"):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(frozen not in name)
+        model.zero_grad()
+        logits = model(tokens(), attention_mask=mask_of("ones"), use_cache=False).logits
+        logits.square().mean().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+        model.requires_grad_(True)
+        model.zero_grad()
+    torch.testing.assert_close(*gradients, **TIGHT)
+
+
+def test_hooks_of_the_last_product_are_called(make: Callable[..., Any], ops: ModuleType) -> None:
+    """One that is set after `patch` gets the input and the output, as adapters want them."""
+    model, called = make("llama").train(), []
+    ops.patch(model)
+    layer = model.model.layers[0].mlp.down_proj
+    layer.register_forward_hook(lambda module, inputs, output: called.append((*inputs[0].shape, *output.shape)))
+    model(tokens(), use_cache=False).logits.sum().backward()
+    assert called == [(BATCH, LENGTH, 48, BATCH, LENGTH, 32)]
+
+
 def test_own_loss_function_gets_logits(make: Callable[..., Any], ops: ModuleType) -> None:
     model = make("llama").train()
     ops.patch(model)
