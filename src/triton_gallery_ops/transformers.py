@@ -631,6 +631,23 @@ class _Attend(torch.autograd.Function):
         return *d, None, None
 
 
+# The backward of index_select adds, because an index may come twice. In an
+# order none does, and the way back is another order.
+class _Ordered(torch.autograd.Function):
+    @staticmethod
+    def forward(x, order, back):
+        return x.index_select(0, order)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(inputs[2])
+
+    @staticmethod
+    def backward(ctx, grad):
+        (back,) = ctx.saved_tensors
+        return grad.index_select(0, back), None, None
+
+
 def _attention(
     module,
     query,
@@ -708,14 +725,18 @@ def _attention(
         packing, batch, queries, keys
     )
     q, k, v = (t.flatten(0, 1) for t in (q, k, v))
-    k, v = k.index_select(0, order_k), v.index_select(0, order_k)
-    if order_q is not None:
-        q = q.index_select(0, order_q)
+    if order_q is not None and queries == keys:
+        # Queries and keys are the same tokens, so their orders are the same.
+        q, k, v = (_Ordered.apply(t, order_q, back) for t in (q, k, v))
+    else:
+        k, v = k.index_select(0, order_k), v.index_select(0, order_k)
+        if order_q is not None:
+            q = _Ordered.apply(q, order_q, back)
     ends = ends_q, ends_k, q.shape[0], k.shape[0]
     options = {"scale": scaling, "softcap": softcap or 0.0}
     out = varlen_attention(q, k, v, *ends, order_q is not None, **options)
     if order_q is not None:
-        out = out.index_select(0, back)
+        out = _Ordered.apply(out, back, order_q)
     return out.unflatten(0, (batch, queries)), None
 
 
