@@ -55,13 +55,17 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils.import_utils import is_tracing
 
-from triton_gallery_ops.flash_attention import flash_attention
+from triton_gallery_ops.flash_attention import (
+    flash_attention,
+    flash_attention_backward,
+    flash_attention_with_lse,
+)
 from triton_gallery_ops.layer_norm import layer_norm
 from triton_gallery_ops.linear_cross_entropy import linear_cross_entropy
 from triton_gallery_ops.moe_layer import moe_layer
 from triton_gallery_ops.rms_norm import rms_norm
 from triton_gallery_ops.rope import rope
-from triton_gallery_ops.swiglu import swiglu
+from triton_gallery_ops.swiglu import swiglu, swiglu_backward
 from triton_gallery_ops.varlen_attention import varlen_attention
 
 NAME = "triton_gallery"  # of the attention, in the library's registries
@@ -200,11 +204,59 @@ def _activation(config):
     return config.hidden_act
 
 
+def _is_product(layer):
+    """Return whether a layer multiplies by its weight, and does no more."""
+    hooks = layer._forward_pre_hooks, layer._forward_hooks
+    hooks = *hooks, layer._backward_pre_hooks, layer._backward_hooks
+    return (
+        type(layer) is nn.Linear
+        and layer.bias is None
+        and "forward" not in vars(layer)
+        and not any(hooks)
+    )
+
+
+def _keeps(*tensors):
+    """Return whether autograd keeps tensors for the backward as they are."""
+    return (
+        torch.is_grad_enabled()
+        and any(t.requires_grad for t in tensors)
+        and not torch.is_autocast_enabled(tensors[0].device.type)
+    )
+
+
+# Autograd would keep what swiglu returns, to multiply it in the backward. The
+# backward computes it again: that reads two tensors and writes one.
+class _Down(torch.autograd.Function):
+    @staticmethod
+    def forward(gate, up, weight, activation):
+        return nn.functional.linear(swiglu(gate, up, activation), weight)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        *tensors, ctx.activation = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx, grad):
+        gate, up, weight = ctx.saved_tensors
+        d_gate = d_up = d_weight = None
+        if ctx.needs_input_grad[2]:
+            h = swiglu(gate, up, ctx.activation).flatten(0, -2)
+            d_weight = grad.flatten(0, -2).T @ h
+            del h  # before there is more of its size
+        if any(ctx.needs_input_grad[:2]):
+            d = swiglu_backward(grad @ weight, gate, up, ctx.activation)
+            d_gate, d_up = d.unbind()
+        return d_gate, d_up, d_weight, None
+
+
 def _forward_swiglu(self, x):
     activation = ACTIVATIONS[_activation(self.config)]
-    return self.down_proj(
-        swiglu(self.gate_proj(x), self.up_proj(x), activation)
-    )
+    gate, up, down = self.gate_proj(x), self.up_proj(x), self.down_proj
+    if _is_product(down) and _keeps(gate, up, down.weight):
+        return _Down.apply(gate, up, down.weight, activation)
+    return down(swiglu(gate, up, activation))
 
 
 def _forward_experts(self, hidden_states, top_k_index, top_k_weights):
@@ -556,6 +608,46 @@ def _additive(mask, query, keys):
     return torch.where(mask, 0.0, lowest).to(query.dtype)
 
 
+# The layer reads the result in another order, and so has a copy of it, which is
+# kept for the backward. The attention's backward takes the copy, too.
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(q, k, v, causal, scale):
+        out, lse = flash_attention_with_lse(q, k, v, causal, scale)
+        return out.transpose(1, 2).contiguous(), lse
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        *tensors, ctx.causal, ctx.scale = inputs
+        ctx.save_for_backward(*tensors, *output)
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        q, k, v, out, lse = ctx.saved_tensors
+        kept = q, k, v, out.transpose(1, 2), lse
+        options = ctx.causal, ctx.scale
+        d = flash_attention_backward(grad.transpose(1, 2), *kept, *options)
+        return *d, None, None
+
+
+# The backward of index_select adds, because an index may come twice. In an
+# order none does, and the way back is another order.
+class _Ordered(torch.autograd.Function):
+    @staticmethod
+    def forward(x, order, back):
+        return x.index_select(0, order)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(inputs[2])
+
+    @staticmethod
+    def backward(ctx, grad):
+        (back,) = ctx.saved_tensors
+        return grad.index_select(0, back), None, None
+
+
 def _attention(
     module,
     query,
@@ -606,8 +698,10 @@ def _attention(
         causal = queries > 1 and is_causal
         if causal and keys > queries:  # a static cache at its start
             key, value = key[:, :, :queries], value[:, :, :queries]
-        out = flash_attention(query, key, value, causal, scaling)
-        return out.transpose(1, 2), None
+        given = query, key, value, causal, scaling
+        if _keeps(query, key, value):
+            return _Attend.apply(*given)[0], None
+        return flash_attention(*given).transpose(1, 2), None
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     if packing.shape[2] > 1:
         starts_q, starts_k, count, *real = packing[0, 0]
@@ -631,14 +725,18 @@ def _attention(
         packing, batch, queries, keys
     )
     q, k, v = (t.flatten(0, 1) for t in (q, k, v))
-    k, v = k.index_select(0, order_k), v.index_select(0, order_k)
-    if order_q is not None:
-        q = q.index_select(0, order_q)
+    if order_q is not None and queries == keys:
+        # Queries and keys are the same tokens, so their orders are the same.
+        q, k, v = (_Ordered.apply(t, order_q, back) for t in (q, k, v))
+    else:
+        k, v = k.index_select(0, order_k), v.index_select(0, order_k)
+        if order_q is not None:
+            q = _Ordered.apply(q, order_q, back)
     ends = ends_q, ends_k, q.shape[0], k.shape[0]
     options = {"scale": scaling, "softcap": softcap or 0.0}
     out = varlen_attention(q, k, v, *ends, order_q is not None, **options)
     if order_q is not None:
-        out = out.index_select(0, back)
+        out = _Ordered.apply(out, back, order_q)
     return out.unflatten(0, (batch, queries)), None
 
 

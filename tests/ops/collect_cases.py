@@ -43,18 +43,23 @@ def runs_here(recipe: str) -> bool:
     return not _lacks(recipe)
 
 
-def require(recipe: str) -> None:
-    """Skip the tests of a module, and say so, where its recipe declares what is not here, as another Triton."""
-    if lacks := _lacks(recipe):
+def require(recipe: str, gpus: int = 1) -> None:
+    """Skip the tests of a module, and say so, where its recipe declares what is not here, as another Triton.
+
+    Args:
+        recipe: as `section/name`.
+        gpus: how many the module's tests use.
+    """
+    if lacks := _lacks(recipe, gpus):
         pytest.skip(f"NOT TESTED: {recipe} is for {', '.join(lacks)}", allow_module_level=True)
 
 
-def _lacks(recipe: str) -> list[str]:
+def _lacks(recipe: str, gpus: int = 1) -> list[str]:
     path = ROOT / "gallery" / f"{recipe}.py"
     if not path.exists():
         return ["a gallery that has it"]
     capability = "{}.{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
-    return missing(path, path.read_text(), capability)
+    return missing(path, path.read_text(), capability, gpus)
 
 
 def definitions(source: str) -> str:

@@ -1,6 +1,7 @@
 """Barriers between ranks hold thousands of times, whoever is late: sums would otherwise be too old or too new."""
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from ranks import WITHOUT_GPUS, run_ranks
 from triton_gallery.recipe.op import op_of
 
 PATH = "several_gpus/all_reduce.py"
-require(PATH.removesuffix(".py"))
+require(PATH.removesuffix(".py"), torch.cuda.device_count())
 # Each rank sleeps before a third of its calls, of a seed of its own, for longer than a call takes. What a call should
 # return follows from its number, so no rank asks another: only the op's barriers keep ranks together.
 STRESS = """
@@ -65,6 +66,21 @@ def passed(gallery: Path, folder: Path, ranks: int, device: str, calls: int) -> 
     on_gpus = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
     said = run_ranks(script, ranks, device, str(calls), variables=on_gpus if device == "cuda" else WITHOUT_GPUS)
     return [int(count) for count in re.findall(r"passed (\d+) barriers", said)]
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4])
+def test_gpus_are_counted(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
+    """Where there are several, the test between them is no longer skipped."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    skipped = []
+    try:
+        module = runpy.run_path(__file__)
+        skipped = [mark.args[0] for mark in module["test_many_barriers_between_gpus"].pytestmark]
+    except pytest.skip.Exception as reason:
+        skipped = [str(reason)]
+    assert all(skipped) == (gpus == 1), skipped
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

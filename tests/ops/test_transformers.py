@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +19,7 @@ import pytest
 import torch
 from project import ROOT
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from triton_gallery.libraries import models
 
@@ -226,17 +228,18 @@ def test_other_heads(make: Callable[..., Any], ops: ModuleType, name: str) -> No
 
 # The loss
 def labels_of(padding: str) -> torch.Tensor:
-    """Return labels, of which some are ignored."""
-    labels = tokens()
+    """Return labels, of which some are ignored: those at padding, and those that padding predicts."""
+    labels, real = tokens(), real_of(padding)
     labels[0, :4] = -100
-    return labels.where(real_of(padding), -100)
+    labels[:, 1:] = labels[:, 1:].where(real[:, :-1], -100)
+    return labels.where(real, -100)
 
 
 @pytest.mark.parametrize(
     ("kind", "padding", "items"),
     # With eager, padding attends to padding, so that at the left it predicts something else.
     [(kind, "right" if kind == "gemma2" else "left", 7) for kind in CAUSAL]
-    + [("llama", "none", None), ("gpt2", "right", torch.tensor(7))],
+    + [("llama", "none", None), ("llama", "gaps", None), ("gpt2", "right", torch.tensor(7))],
 )
 def test_loss_without_logits(
     pair: Callable[[str], tuple[Any, Any]], kind: str, padding: str, items: int | torch.Tensor | None
@@ -311,6 +314,51 @@ def test_loss_of_other_calls(pair: Callable[[str], tuple[Any, Any]]) -> None:
         model.eval()
 
 
+def test_training_keeps_no_tensor_twice(make: Callable[..., Any], ops: ModuleType) -> None:
+    """What a gated unit multiplies is computed again, and attention's result is kept in one order alone."""
+    model = make("llama").train()
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    ops.patch(model)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(tokens(), labels=tokens(), attention_mask=mask_of("ones"), use_cache=False).loss
+    wide = [tensor for tensor in kept.values() if tensor.numel() == BATCH * LENGTH * 48]
+    assert len(wide) == 2 * 2, "of two layers, the gate and what it multiplies"
+    of_heads = [tensor for tensor in kept.values() if tensor.numel() == BATCH * LENGTH * 4 * 16]
+    assert len(of_heads) == 2 * 2, "of two layers, the queries and the result"
+    loss.backward()
+
+
+@pytest.mark.parametrize("frozen", ["down_proj", "gate_proj", "q_proj", "none"])
+def test_training_of_some_weights(pair: Callable[[str], tuple[Any, Any]], frozen: str) -> None:
+    """A weight that is frozen gets no gradient, and the others' are the library's."""
+    gradients = []
+    for model in pair("llama"):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(frozen not in name)
+        model.zero_grad()
+        logits = model(tokens(), attention_mask=mask_of("ones"), use_cache=False).logits
+        logits.square().mean().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+        model.requires_grad_(True)
+        model.zero_grad()
+    torch.testing.assert_close(*gradients, **TIGHT)
+
+
+def test_hooks_of_the_last_product_are_called(make: Callable[..., Any], ops: ModuleType) -> None:
+    """One that is set after `patch` gets the input and the output, as adapters want them."""
+    model, called = make("llama").train(), []
+    ops.patch(model)
+    layer = model.model.layers[0].mlp.down_proj
+    layer.register_forward_hook(lambda module, inputs, output: called.append((*inputs[0].shape, *output.shape)))
+    model(tokens(), use_cache=False).logits.sum().backward()
+    assert called == [(BATCH, LENGTH, 48, BATCH, LENGTH, 32)]
+
+
 def test_own_loss_function_gets_logits(make: Callable[..., Any], ops: ModuleType) -> None:
     model = make("llama").train()
     ops.patch(model)
@@ -375,6 +423,8 @@ def test_generate_with_other_caches(pair: Callable[[str], tuple[Any, Any]], kind
         pytest.skip("transformers keeps such a cache with CUDA's streams")
     options = {"max_new_tokens": 3, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
     if cache == "quantized":
+        if not hasattr(importlib.import_module("transformers.cache_utils"), "Fp8QuantizedLayer"):
+            pytest.skip("NOT TESTED: this version of transformers has no cache of float8")
         options["cache_config"] = {"backend": "fp8"}
     with Called() as called:
         one, other = (m.generate(tokens(), attention_mask=mask_of("left"), **options) for m in pair(kind))
@@ -739,11 +789,16 @@ from triton_gallery_ops.transformers import patch
 compile_for_h100()
 SIZE = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 48, "num_attention_heads": 4}
 config = LlamaConfig(num_hidden_layers=1, num_key_value_heads=2, **SIZE)
-graphs = []
+graphs, backward = [], []
 
 
 def keep(module, inputs):
     graphs.append(module)
+    return module
+
+
+def keep_backward(module, inputs):
+    backward.extend(str(node.target) for node in module.graph.nodes)
     return module
 
 
@@ -755,7 +810,7 @@ for masked, train in ((False, False), (True, True)):
         with triton.knobs.runtime.scope():
             triton.knobs.runtime.interpret = True  # else patch refuses a CPU
             patch(model)
-        backend = aot_autograd(fw_compiler=keep, bw_compiler=lambda module, inputs: module)
+        backend = aot_autograd(fw_compiler=keep, bw_compiler=keep_backward)
         compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
         for length in (300, 500, 1000):
             ids = torch.zeros(2, length, dtype=torch.int64)
@@ -765,7 +820,8 @@ for masked, train in ((False, False), (True, True)):
             else:
                 compiled(ids, **inputs)
         names = {str(node.target) for graph in graphs for node in graph.graph.nodes}
-        print(len(graphs), any("scaled_dot_product" in name for name in names))
+        adds = [name for name in backward if "index_add" in name or "index_put" in name]
+        print(len(graphs), any("scaled_dot_product" in name for name in names), len(adds))
 """
 
 
@@ -776,7 +832,7 @@ def test_torch_compile_makes_one_graph(hf: ModuleType) -> None:
     done = subprocess.run(
         [sys.executable, "-c", GRAPHS], env={**os.environ, **variables}, capture_output=True, text=True, check=False
     )
-    assert done.stdout == "1 False\n1 False\n", done.stderr
+    assert done.stdout == "1 False 0\n1 False 0\n", done.stderr
 
 
 # `make models`
@@ -799,6 +855,34 @@ def test_models_are_measured(hf: ModuleType, monkeypatch: pytest.MonkeyPatch, wo
     first, second, third = found.training.losses
     assert first > second > third
     assert sum(found.training.profile.kinds.values()) > 0
+
+
+class Made(TorchDispatchMode):
+    """Notes the most elements that a tensor of each dtype had."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        super().__init__()
+        self.most = Counter[torch.dtype]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call it, and note what it returns."""
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self.most[tensor.dtype] = max(self.most[tensor.dtype], tensor.numel())
+        return out
+
+
+def test_models_are_made_in_their_dtype(hf: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No weight was of float32 before: it would take twice the memory that a case is given for its weights."""
+    assert hf
+    monkeypatch.setattr(models, "place", lambda: ("meta", torch.bfloat16))
+    with Made() as made:
+        model = models.build(models.Case("train", "tiny", 2, 12, "plain", False))
+    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+    assert made.most[torch.bfloat16] == 97 * 64
+    assert made.most[torch.float32] < 64
 
 
 def test_compiled_model_asks_once_it_is_compiled(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
