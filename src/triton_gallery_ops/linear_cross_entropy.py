@@ -32,10 +32,22 @@ LINEAR_CROSS_ENTROPY_WARPS = 8
 
 
 @triton.jit
+def _linear_cross_entropy_tanh(x):
+    # 1 - 2 / (exp + 1) cancels where x is small. There we take Lambert's
+    # continued fraction, cut off after 13, as one quotient. It is off by less
+    # than float64 rounds.
+    s = x * x
+    p = 135135 + s * (17325 + s * (378 + s))
+    q = 135135 + s * (62370 + s * (3150 + s * 28))
+    # Where exp is inf, tanh is 1.
+    large = 1 - 2 / (tl.exp(2 * x) + 1)
+    return tl.where(s < 0.25, x * p / q, large)
+
+
+@triton.jit
 def _linear_cross_entropy_cap(z, SOFTCAP: tl.constexpr):
     if SOFTCAP > 0:
-        # SOFTCAP * tanh(z / SOFTCAP). Where exp is inf, SOFTCAP remains.
-        z = SOFTCAP - 2 * SOFTCAP / (tl.exp(z * (2 / SOFTCAP)) + 1)
+        z = SOFTCAP * _linear_cross_entropy_tanh(z * (1 / SOFTCAP))
     return z
 
 
@@ -641,8 +653,8 @@ def linear_cross_entropy(
 
     Rounding: the logits and their gradient are rounded to the dtype of x, and
     the gradient of the weight is after each chunk. The sums of the loss and of
-    the bias's gradient are in float32, or float64 for float64. The softcap is
-    computed so too, to within a few units in the last place of its own value.
+    the bias's gradient are in float32, or float64 for float64, and so are the
+    logits with a softcap.
     """
     grad = torch.is_grad_enabled()
     of_x, of_weight, of_bias = (

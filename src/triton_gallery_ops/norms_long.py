@@ -6,9 +6,9 @@ does not cancel (Welford, 1962; Chan, Golub and LeVeque, 1983). The second
 writes the result, and the L2 cache can serve it. Use ``layer_norm`` and
 ``rms_norm`` for rows that fit in registers. One program of the forward handles
 a row, so a few rows leave most of the GPU idle; unaligned rows are loaded in
-smaller pieces. Weight, eps and LayerNorm's bias are required. Deterministic on
-a given GPU model. Has a backward, but no second derivative: it sums each row,
-then computes all gradients in tiles.
+smaller pieces. RMSNorm may have no weight, or Gemma's offset; LayerNorm has a
+weight and a bias. Deterministic on a given GPU model. Has a backward, but no
+second derivative: it sums each row, then computes all gradients in tiles.
 """
 
 import functools
@@ -39,9 +39,20 @@ NORMS_LONG_TILE = 4, 4, 16  # the same for tiles, with their rows in between
 
 
 @triton.jit
+def _norms_long_scale(x, weight, ACC: tl.constexpr, OFFSET: tl.constexpr):
+    """Return x times OFFSET + weight, or x if there is no weight."""
+    if weight is not None:
+        factor = weight.to(ACC)
+        if OFFSET != 0:
+            factor += OFFSET
+        x *= factor
+    return x
+
+
+@triton.jit
 def _norms_long_kernel(
     x_ptr,
-    weight_ptr,
+    weight_ptr,  # None without a weight
     bias_ptr,
     y_ptr,
     stats_ptr,
@@ -53,6 +64,8 @@ def _norms_long_kernel(
     ACC: tl.constexpr,
     VEC: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    OFFSET: tl.constexpr = 0.0,  # added to the weight
+    LLAMA: tl.constexpr = False,  # whether x is rounded before it is scaled
 ):
     # VEC divides them, which the compiler learns here: it loads VEC at once.
     N, stride_xm = N // VEC * VEC, stride_xm // VEC * VEC
@@ -98,10 +111,15 @@ def _norms_long_kernel(
         mask = offs < N
         # Nobody reads these elements again, and all rows read the weight.
         x = tl.load(x_row + offs, mask=mask, eviction_policy="evict_first")
-        weight = tl.load(
-            weight_ptr + offs, mask=mask, eviction_policy="evict_last"
-        )
-        y = (x.to(ACC) - first - total) * r * weight.to(ACC)  # (BLOCK_N,)
+        weight = None
+        if weight_ptr is not None:
+            weight = tl.load(
+                weight_ptr + offs, mask=mask, eviction_policy="evict_last"
+            )
+        y = (x.to(ACC) - first - total) * r  # (BLOCK_N,)
+        if LLAMA:
+            y = y.to(x.dtype).to(ACC)
+        y = _norms_long_scale(y, weight, ACC, OFFSET)
         if CENTER:
             y += tl.load(
                 bias_ptr + offs, mask=mask, eviction_policy="evict_last"
@@ -125,6 +143,7 @@ def _norms_long_sums_kernel(
     ACC: tl.constexpr,
     VEC: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    OFFSET: tl.constexpr = 0.0,
 ):
     # VEC divides them, which the compiler learns here: it loads VEC at once.
     N, stride_xm = N // VEC * VEC, stride_xm // VEC * VEC
@@ -146,10 +165,15 @@ def _norms_long_sums_kernel(
         mask = offs < N
         x = tl.load(x_row + offs, mask=mask, other=0)
         dy = tl.load(dy_row + offs, mask=mask, other=0)
-        weight = tl.load(
-            weight_ptr + offs, mask=mask, other=0, eviction_policy="evict_last"
-        )
-        g = dy.to(ACC) * weight.to(ACC)  # (BLOCK_N,)
+        weight = None
+        if weight_ptr is not None:
+            weight = tl.load(
+                weight_ptr + offs,
+                mask=mask,
+                other=0,
+                eviction_policy="evict_last",
+            )
+        g = _norms_long_scale(dy.to(ACC), weight, ACC, OFFSET)  # (BLOCK_N,)
         sum_g += g
         sum_gd += g * (x.to(ACC) - mean)
     at = row * parts + part
@@ -166,7 +190,7 @@ def _norms_long_gradients_kernel(
     stats_ptr,
     rows_ptr,
     dx_ptr,
-    sums_ptr,
+    sums_ptr,  # None without a weight
     M,
     N,
     stride_xm,
@@ -175,12 +199,17 @@ def _norms_long_gradients_kernel(
     VEC: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    OFFSET: tl.constexpr = 0.0,
 ):
     # VEC divides them, which the compiler learns here: it loads VEC at once.
     N, stride_xm = N // VEC * VEC, stride_xm // VEC * VEC
     offs_n = tl.program_id(axis=0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     first, programs = tl.program_id(axis=1), tl.num_programs(axis=1)
-    weight = tl.load(weight_ptr + offs_n, mask=offs_n < N).to(ACC)
+    factor = 1.0
+    if weight_ptr is not None:
+        factor = tl.load(weight_ptr + offs_n, mask=offs_n < N).to(ACC)
+        if OFFSET != 0:
+            factor += OFFSET
     # A thread has the same columns of all rows of a tile: no thread waits for
     # another in the loop.
     dw = tl.zeros((1, BLOCK_N), dtype=ACC)
@@ -211,40 +240,55 @@ def _norms_long_gradients_kernel(
         r = tl.load(stats_ptr + offs_m, mask=inside, other=0)  # (BLOCK_M, 1)
         c = tl.load(rows_ptr + offs_m, mask=inside, other=0) / N * r * r
         d = x.to(ACC)  # (BLOCK_M, BLOCK_N)
-        g = dy * weight  # (BLOCK_M, BLOCK_N)
+        g = dy * factor  # (BLOCK_M, BLOCK_N)
         if CENTER:
             d -= tl.load(stats_ptr + M + offs_m, mask=inside, other=0)
             g -= tl.load(rows_ptr + M + offs_m, mask=inside, other=0) / N
             db += tl.sum(dy, axis=0, keep_dims=True)
-        # Rows past the last one have dy = 0, and add nothing.
-        dw += tl.sum(dy * (d * r), axis=0, keep_dims=True)
+        if weight_ptr is not None:
+            # Rows past the last one have dy = 0, and add nothing.
+            dw += tl.sum(dy * (d * r), axis=0, keep_dims=True)
         tl.store(
             dx_ptr + offs_m * N + offs_n,
             (g - d * c) * r,
             mask=mask,
             eviction_policy="evict_first",
         )
-    # Each program stores a row of its own. Atomic additions to one row would
-    # come in another order each time.
-    sums_ptrs = sums_ptr + first.to(tl.int64) * N + offs_n  # (1, BLOCK_N)
-    tl.store(sums_ptrs, dw, mask=offs_n < N)
-    if CENTER:
-        sums_ptrs += programs.to(tl.int64) * N
-        tl.store(sums_ptrs, db, mask=offs_n < N)
+    if weight_ptr is not None:
+        # Each program stores a row of its own. Atomic additions to one row
+        # would come in another order each time.
+        sums_ptrs = sums_ptr + first.to(tl.int64) * N + offs_n  # (1, BLOCK_N)
+        tl.store(sums_ptrs, dw, mask=offs_n < N)
+        if CENTER:
+            sums_ptrs += programs.to(tl.int64) * N
+            tl.store(sums_ptrs, db, mask=offs_n < N)
 
 
-def _norms_long_check(name, matrices, vectors):
+def _norms_long_check(name, matrices, vectors, offset):
     """Raise for what the ops do not take."""
-    x = matrices[0]
+    x, count = matrices[0], len(matrices)
     given = *matrices, *vectors
     kinds = [t if t is None else (t.dtype, t.device) for t in given]
-    if x.dtype not in NORMS_LONG_ACC or kinds.count(kinds[0]) < len(kinds):
-        raise TypeError(f"{name} takes one float dtype and device, not {kinds}")
+    same = kinds.count(kinds[0]) == len(kinds)
+    if not same and kinds[-1] is not None and kinds[-1][1] == x.device:
+        # Vectors may have a dtype of their own.
+        same = kinds[:count].count(kinds[0]) == count
+        same &= kinds[count:].count(kinds[-1]) == len(vectors)
+        same &= kinds[-1][0] in NORMS_LONG_ACC
+    if x.dtype not in NORMS_LONG_ACC or not same:
+        raise TypeError(
+            f"{name} takes rows of one float dtype and device, and vectors of "
+            f"one float dtype there, not {kinds}"
+        )
     shapes = [tuple(t.shape) for t in given]
     same = shapes.count(shapes[0]) >= len(matrices)
     row = shapes[0][-1:]
     if not same or x.ndim == 0 or any(tuple(t.shape) != row for t in vectors):
         raise ValueError(f"{name} takes shapes (..., N) and (N,), not {shapes}")
+    if offset and not vectors:
+        raise ValueError(
+            f"{name} takes an offset of a weight, not {offset} without a weight"
+        )
     if x.shape[-1] > 2**30:
         raise ValueError(
             f"{name} takes rows of up to 2**30 elements, not {x.shape[-1]}"
@@ -316,10 +360,25 @@ def _norms_long_plan_backward(x, stride):
     return (M, parts), sums, (groups, rows), known | tile
 
 
-def _norms_long_launch(x, weight, bias, eps, kernel=_norms_long_kernel):
+def _norms_long_launch(
+    x,
+    weight,
+    bias,
+    eps,
+    offset=0.0,
+    casting_mode="gemma",
+    kernel=_norms_long_kernel,
+):
     center = bias is not None
     name = "norms_long_layer_norm" if center else "norms_long_rms_norm"
-    _norms_long_check(name, [x], [weight, bias] if center else [weight])
+    vectors = [] if weight is None else [weight]
+    vectors = [weight, bias] if center else vectors
+    _norms_long_check(name, [x], vectors, offset)
+    if casting_mode not in ("gemma", "llama"):
+        raise ValueError(
+            f"{name} takes casting_mode='gemma' or 'llama', "
+            f"not {casting_mode!r}"
+        )
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     wide = torch.promote_types(x.dtype, torch.float32)
     stats = x.new_empty(1 + center, math.prod(x.shape[:-1]), dtype=wide)
@@ -327,9 +386,11 @@ def _norms_long_launch(x, weight, bias, eps, kernel=_norms_long_kernel):
         return y, stats.zero_()
     x, stride_xm = _norms_long_rows(x)
     N = int(y.shape[-1])
-    M, weight = y.numel() // N, weight.contiguous()
+    M = y.numel() // N
+    weight = None if weight is None else weight.contiguous()
     pointers = x, weight, bias.contiguous() if center else weight, y, stats
     plan = _norms_long_plan(y, stride_xm, center)
+    plan |= {"OFFSET": offset, "LLAMA": casting_mode == "llama"}
     # Triton launches on the current GPU, which may not be that of x.
     with torch.accelerator.device_index(x.device.index):
         kernel[(M,)](*pointers, M, N, stride_xm, EPS=eps, CENTER=center, **plan)
@@ -341,75 +402,94 @@ def _norms_long_backward_launch(
     x,
     weight,
     stats,
+    offset=0.0,
     sums_kernel=_norms_long_sums_kernel,
     kernel=_norms_long_gradients_kernel,
 ):
-    _norms_long_check("norms_long_backward", [dy, x], [weight])
     kinds, M = len(stats), math.prod(x.shape[:-1])
+    vectors = [] if weight is None and kinds == 1 else [weight]
+    _norms_long_check("norms_long_backward", [dy, x], vectors, offset)
     if kinds not in (1, 2) or tuple(stats.shape[1:]) != (M,):
         raise ValueError(
             "norms_long_backward takes the stats of as many rows, not of shape "
             f"{tuple(stats.shape)}"
         )
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if dx.numel() == 0:
-        return dx, weight.new_zeros(kinds, *weight.shape)
-    x, stride_xm = _norms_long_rows(x)
     N = int(dx.shape[-1])
+    if dx.numel() == 0:
+        rows = dx.new_empty(0) if weight is None else weight.new_zeros(kinds, N)
+        return dx, rows
+    x, stride_xm = _norms_long_rows(x)
     M = dx.numel() // N
-    given = dy.contiguous(), x, weight.contiguous(), stats.contiguous()
+    of_weight = None if weight is None else weight.contiguous()
+    given = dy.contiguous(), x, of_weight, stats.contiguous()
     grid, plan, tiles, tile = _norms_long_plan_backward(dx, stride_xm)
     rows = stats.new_empty(kinds, *grid)
-    sums = stats.new_empty(kinds, tiles[1], N)
-    sizes, center = (M, N, stride_xm), kinds == 2
+    sums = None if weight is None else stats.new_empty(kinds, tiles[1], N)
+    sizes, known = (M, N, stride_xm), {"CENTER": kinds == 2, "OFFSET": offset}
     with torch.accelerator.device_index(dx.device.index):
-        sums_kernel[grid](*given, rows, *sizes, CENTER=center, **plan)
+        sums_kernel[grid](*given, rows, *sizes, **known, **plan)
         rows = rows.sum(-1) if grid[1] > 1 else rows
-        kernel[tiles](*given, rows, dx, sums, *sizes, CENTER=center, **tile)
-    return dx, sums.sum(1).to(dx.dtype)
+        kernel[tiles](*given, rows, dx, sums, *sizes, **known, **tile)
+    if weight is None:
+        return dx, dx.new_empty(0)
+    return dx, sums.sum(1).to(weight.dtype)
 
 
 @triton_op(f"{NORMS_LONG_NAMESPACE}::norms_long", mutates_args={})
 def norms_long_with_stats(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    offset: float = 0.0,
+    casting_mode: str = "gemma",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the norm of each row, and statistics: RMSNorm where bias is None.
 
     The statistics are of shape (1, rows), 1 over the root mean square, and for
     LayerNorm of shape (2, rows), 1 / deviation and the mean. They are in
-    float32, or float64 for float64, and have no gradient.
+    float32, or float64 for float64, and have no gradient. All else is as in
+    ``norms_long_rms_norm``.
     """
     kernel = wrap_triton(_norms_long_kernel)
-    return _norms_long_launch(x, weight, bias, eps, kernel)
+    options = eps, offset, casting_mode
+    return _norms_long_launch(x, weight, bias, *options, kernel)
 
 
 @triton_op(f"{NORMS_LONG_NAMESPACE}::norms_long_backward", mutates_args={})
 def norms_long_backward(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, stats: torch.Tensor
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    stats: torch.Tensor,
+    offset: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradient of x and, as the rows of a matrix, of the vectors.
 
     Takes ``stats`` as ``norms_long_with_stats`` returned them, and raises as
     the norms do. The matrix has the weight's gradient and, for LayerNorm, the
-    bias's.
+    bias's, in the weight's dtype. Without a weight, it has no elements.
     """
     kernels = (
         wrap_triton(_norms_long_sums_kernel),
         wrap_triton(_norms_long_gradients_kernel),
     )
-    return _norms_long_backward_launch(dy, x, weight, stats, *kernels)
+    return _norms_long_backward_launch(dy, x, weight, stats, offset, *kernels)
 
 
 def _norms_long_setup(ctx, inputs, output):
-    x, weight, _, _ = inputs
+    x, weight, _, _, ctx.offset, _ = inputs
     ctx.save_for_backward(x, weight, output[1])
     ctx.mark_non_differentiable(output[1])
 
 
 def _norms_long_gradient(ctx, dy, _):
-    dx, vectors = norms_long_backward(dy, *ctx.saved_tensors)
-    db = vectors[1] if len(vectors) == 2 else None
-    return dx, vectors[0], db, None
+    x, weight, stats = ctx.saved_tensors
+    dx, vectors = norms_long_backward(dy, x, weight, stats, ctx.offset)
+    dw = None if weight is None else vectors[0]
+    db = vectors[1] if len(stats) == 2 else None
+    return dx, dw, db, None, None, None
 
 
 norms_long_with_stats.register_autograd(
@@ -434,18 +514,20 @@ def norms_long_layer_norm(
     """Return the rows of x with mean 0 and variance 1, times weight, plus bias.
 
     As ``torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)``.
-    Takes float16, bfloat16, float32 or float64, one for all: ``x`` of shape
-    (..., N) and any strides, ``weight`` and ``bias`` of shape (N,), with N up
-    to 2**30. Both are needed: give ones and zeros for what is ``None``
-    elsewhere. The kernel is compiled for each ``eps``. The result has the shape
-    and dtype of ``x``, is contiguous, and is deterministic on one kind of GPU,
-    and so are the gradients. Second derivatives are not supported. Raises
-    TypeError for other dtypes or devices that differ, and ValueError for other
-    shapes. The variance: https://doi.org/10.1080/00401706.1962.10490022 and
+    Takes ``x`` of shape (..., N) and any strides, and ``weight`` and ``bias``
+    of shape (N,) and of one dtype, with N up to 2**30. Both are needed: give
+    ones and zeros for what is ``None`` elsewhere. The dtypes are float16,
+    bfloat16, float32 and float64; that of ``x`` may be another than that of
+    ``weight``. The kernel is compiled for each ``eps``. The result has the
+    shape and dtype of ``x``, is contiguous, and is deterministic on one kind of
+    GPU, and so are the gradients, each in the dtype of its argument. Second
+    derivatives are not supported. Raises TypeError for other dtypes or devices
+    that differ, and ValueError for other shapes. The variance:
+    https://doi.org/10.1080/00401706.1962.10490022 and
     https://doi.org/10.1080/00031305.1983.10483115.
 
-    Rounding: mean, variance and products are in float32, or float64 for
-    float64, weight and bias included. Each result and each gradient is rounded
+    Rounding: mean, variance and products are in float32, or float64 if ``x``
+    is, weight and bias included. Each result and each gradient is rounded
     once; the gradients of weight and bias are rounded after they are summed
     over the rows.
 
@@ -457,13 +539,23 @@ def norms_long_layer_norm(
 
 
 def norms_long_rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    offset: float = 0.0,
+    casting_mode: str = "gemma",
 ) -> torch.Tensor:
-    """Return x over the root mean square of its rows, times weight.
+    """Return x over the root mean square of its rows, times offset + weight.
 
-    As ``torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)``. All else
-    is as in ``norms_long_layer_norm``, without a bias.
+    As ``torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)``, if
+    ``offset`` is 0; Gemma's is 1. A ``weight`` of None multiplies by nothing
+    (then there is no ``offset``). With ``casting_mode="llama"``, the normalised
+    ``x`` is rounded to its dtype before it is multiplied, as in ``rms_norm``;
+    the gradients are the same. The kernel is compiled for each ``offset``, too.
+    Raises ValueError for other options. All else is as in
+    ``norms_long_layer_norm``, without a bias.
 
     Under ``torch.autocast`` it casts float16 and bfloat16 to float32.
     """
-    return norms_long_with_stats(x, weight, None, eps)[0]
+    options = eps, offset, casting_mode
+    return norms_long_with_stats(x, weight, None, *options)[0]

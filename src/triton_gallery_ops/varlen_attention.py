@@ -1150,7 +1150,8 @@ def varlen_attention(
     Rounding: scores, softmax and sums are in float32, or float64 for float64.
     The weights of a softmax are rounded to the dtype of v for their product
     with v, and each result is rounded once. In the backward, weights and the
-    gradients of scores are rounded likewise.
+    gradients of scores are rounded likewise. The gradient of sinks is that of
+    the rounded result.
 
     Under ``torch.autocast`` it casts q, k and v to autocast's dtype.
     """

@@ -67,7 +67,7 @@ def exact_loss(
     factors = hits(x, target, used, smoothing) * (1 if weight is None else weight)
     losses = -(factors * torch.log_softmax(x, -1)).sum(-1)
     losses = (losses if x.shape[-1] else losses.fill_(torch.nan)).where(used, 0)
-    largest = (x.abs().amax(-1) if x.shape[-1] else torch.zeros_like(losses)).where(used, 0) + (softcap or 0)
+    largest = (x.abs().amax(-1) if x.shape[-1] else torch.zeros_like(losses)).where(used, 0)
     if weight is not None and x.shape[-1]:
         largest = largest * weight.max()
     largest = largest + losses.abs()

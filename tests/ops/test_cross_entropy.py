@@ -127,8 +127,7 @@ def exact(
     used = target != ignore_index
     top, total = (part.where(used, 0).flatten() for part in maxima_and_sums(capped(x, softcap)))
     known = used.flatten() & (x.shape[-1] > 0)
-    cap = softcap or 0  # tanh is rounded as 1 is
-    numbers, terms = [top, total], [(part.abs() + cap).where(known, torch.inf) for part in (top, total)]
+    numbers, terms = [top, total], [part.abs().where(known, torch.inf) for part in (top, total)]
     factors = sums(target, ignore_index, reduction, weight)
     numbers.append(factors.where(factors.isfinite() | factors.isnan(), 0))
     terms.append(factors)
@@ -198,6 +197,7 @@ of = Options
 # and end at any distance from a multiple of 16 bytes, alike in logits and gradient or not; targets of all kinds.
 ROWS = [((5,), 1000, of("none", 0.1, softcap=2.0, lse_square_scale=0.1))]
 ROWS += [((9,), 37, of(label_smoothing=0.25, gap=3, softcap=2.0)), ((5,), 4999, of("sum", lse_square_scale=0.1))]
+ROWS += [((8,), 300, of("none", share=0, softcap=1000.0))]  # logits are small beside it
 ROWS += [((5,), 1000, of("none", 0.1)), ((17,), 4999, of()), ((9,), 17, of("none", 0.25, gap=3)), ((3,), 1, of())]
 ROWS += [((9,), 4096, of("sum", 0.1)), ((4,), 300, of("none", wrong=-1)), ((2, 3), 33, of(ignore_index=7, share=1.0))]
 ROWS += [((0,), 7, of()), ((3,), 0, of("sum"))]
@@ -591,6 +591,7 @@ BREAKS = [
     ("parts that overlap or leave out", "step = tl.num_programs(axis=1) * BLOCK_N", "step = 2 * BLOCK_N"),
     ("a gradient that is not scaled", "        grad *= tl.load(stats_ptr + 2 * M)\n", "        grad *= 1.0\n"),
     ("one gradient for all rows", "1 if each else 0,", "0,"),
+    ("small logits that cancel", "tl.where(s < 0.25, x * p / q, large)", "large"),
     ("a padded row that is capped", "tl.where(mask, SOFTCAP * tanh, other)", "SOFTCAP * tanh"),
     (
         "a softcap without its slope",

@@ -106,6 +106,7 @@ of = Options
 # targets of all kinds.
 ROWS = [((5,), 1000, of(0.1, softcap=2.0)), ((9,), 37, of(0.25, gap=3, reduction="none", softcap=2.0))]
 ROWS += [((9,), 5003, of(0.1, lse_square_scale=0.1, weighted=True)), ((7,), 300, of(weighted=True))]
+ROWS += [((8,), 300, of(reduction="none", share=0, softcap=1000.0))]  # logits are small beside it
 ROWS += [((7,), 4999, of(0.1, reduction="sum")), ((2, 3), 300, of(reduction="none"))]
 ROWS += [((5,), 1000, of(0.1)), ((2,), 16_384, of(share=0)), ((4,), 300, of(wrong=-1)), ((9,), 17, of(0.25, gap=3))]
 ROWS += [((3,), 20_001, of(gap=5)), ((2, 3), 33, of(ignore_index=7, share=1.0)), ((3,), 8192, of(0.1, share=0))]
@@ -491,7 +492,8 @@ BREAKS = [
     ("a z-loss of the maximum", "lse = tl.log(total) + top\n", "lse = top\n"),
     ("weights of ignored targets", "padded[torch.where(known, targets, N)]", "padded[torch.where(known, targets, 0)]"),
     ("a sum scaled as a mean", "tl.load(scale_ptr) if MEAN else tl.full((), 1.0, dtype=ACC)", "tl.load(scale_ptr)"),
-    ("a padded row that is capped", "tl.where(mask, SOFTCAP -", "tl.where(True, SOFTCAP -"),
+    ("small logits that cancel", "tl.where(s < 0.25, x * p / q, large)", "large"),
+    ("a padded row that is capped", "tl.where(mask, SOFTCAP * tanh", "tl.where(True, SOFTCAP * tanh"),
     ("a softcap without its slope", "d *= 1 - (x * (1 / SOFTCAP)) * (x * (1 / SOFTCAP))", "d *= 1.0"),
     ("no slope in the edges", "    d_e = _cross_entropy_in_place_slope(d_e, x_e, SOFTCAP)\n", ""),
     ("no slope at the target", "    d_t = _cross_entropy_in_place_slope(d_t, x_t, SOFTCAP)\n", ""),

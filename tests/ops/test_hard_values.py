@@ -3,6 +3,7 @@
 # ruff: noqa: N806 - sizes have the recipes' names
 
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 
 import pytest
@@ -155,6 +156,35 @@ def test_gradient_of_sinks(load_op: Load) -> None:
     (grad_sinks,) = torch.autograd.grad(op.attention_variants(q, k, v, sinks=sinks), sinks, grad)
     # Sink and key have a half each, so each query's output is -1/2, and changes by a half of it.
     assert torch.equal(grad_sinks, torch.full_like(sinks, 2 * ROWS / 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("call", [None, packed], ids=["attention_variants", "varlen_attention"])
+def test_rounding_of_the_gradient_of_sinks(
+    load_op: Load, call: Callable[..., torch.Tensor] | None, dtype: torch.dtype
+) -> None:
+    """Its error is that of the result, which the backward reads as it was rounded: it adds none of its own.
+
+    The first queries see few keys, so a sink has much of their weight.
+    """
+    name = "varlen_attention" if call else "attention_variants"
+    op = getattr(take(load_op, f"attention/{name}"), name)
+    heads, L, D = 4, 100, 64
+    generator = torch.Generator().manual_seed(1)
+    q, k, v, grad = (torch.randn(1, heads, L, D, generator=generator).to(DEVICE, dtype) for _ in range(4))
+    sinks = torch.randn(heads, generator=generator).to(DEVICE).requires_grad_()
+    given = partial(op, causal=True, sinks=sinks) if call else partial(op, span="causal", sinks=sinks, scale=1.0)
+    out = call(given, q, k, v) if call else given(q, k, v)
+    (found,) = torch.autograd.grad(out, sinks, grad)
+    s = (q.double() @ k.double().mT).masked_fill(torch.ones(L, L, device=DEVICE).triu(1).bool(), -torch.inf)
+    p = torch.softmax(torch.cat([s, sinks.double()[None, :, None, None].expand(1, heads, L, 1)], -1), -1)
+    exact, of_rounded = (
+        -(p[..., -1] * (result * grad.double()).sum(-1)).sum((0, 2)).detach()
+        for result in (p[..., :-1] @ v.double(), out.double())
+    )
+    off = (exact - of_rounded).abs().max()
+    assert off > 1e-4 if dtype == torch.float16 else off < 1e-5
+    torch.testing.assert_close(found.double(), of_rounded, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("gate", [-1.0, -5.0])

@@ -137,7 +137,6 @@ def exact(
     # Without a token that counts, the mean is that of none.
     terms = d.terms.nan_to_num(0)
     size = torch.stack([product, logits]).abs().max() + torch.tensor(V).log() if T else logits.new_zeros(())
-    size = size + (softcap or 0)
     size = size * (1 + 2 * lse_square_scale * size)
     if ce_weight is not None:
         size = size * ce_weight.max()
@@ -195,6 +194,7 @@ OPTIONS = {
     "sum": Options(0.0, "sum"),
     "none": Options(0.1, "none", True, 2.0, 0.01),
     "plain none": Options(0.0, "none"),
+    "small logits": Options(0.0, "none", softcap=1000.0),
     "weighted mean": Options(0.1, "mean", True, 2.0, 0.01, True),
     "weighted sum": Options(0.0, "sum", lse_square_scale=0.01, weighted=True),
     "weighted none": Options(0.1, "none", weighted=True),
@@ -603,6 +603,7 @@ BREAKS = [
     ("too large for float16", "return min(max(tokens, 1), 2**15)", "return max(tokens, 1)"),
     ("smoothing left out of the gradient", "hit = hit * (1 - SMOOTHING) + even", "hit *= 1 - SMOOTHING"),
     ("smoothing over the room", "tl.where(offs < V, z, 0)", "z"),
+    ("small logits that cancel", "tl.where(s < 0.25, x * p / q, large)", "large"),
     ("a softcap without its slope", "d *= 1 - (z * (1 / SOFTCAP)) * (z * (1 / SOFTCAP))", "d *= 1.0"),
     ("no softcap at the target", "    chosen = _linear_cross_entropy_cap(chosen, SOFTCAP)\n", ""),
     ("no gradient of the z-loss", "            of_lse += 2 * factor * lse\n", "            of_lse += 0.0\n"),

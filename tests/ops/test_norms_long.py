@@ -2,12 +2,14 @@
 
 # ruff: noqa: N806 - a row has N elements, as in the recipe
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -56,7 +58,21 @@ def of_rows(x: torch.Tensor, stats: torch.Tensor) -> tuple[torch.Tensor, torch.T
     return r.view(*x.shape[:-1], 1), mean.view(*x.shape[:-1], 1)
 
 
-def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> list[Exact]:
+def factors(like: torch.Tensor, weight: torch.Tensor | None, offset: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what a normalised row is multiplied with, and the magnitudes that this adds up."""
+    if weight is None:
+        return (torch.ones_like(like[..., :1]),) * 2
+    return offset + weight, abs(offset) + weight.abs()
+
+
+def exact(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    offset: float = 0.0,
+    casting_mode: str = "gemma",
+) -> list[Exact]:
     """Return the norm of rows, and their statistics."""
     center = bias is not None
     if x.numel() == 0:
@@ -68,42 +84,57 @@ def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps:
     r, mean = of_rows(x, stats)
     # Where a row is nearly constant, or cancels, what is left of x are the roundings of its mean.
     loss = x.abs().amax(-1, keepdim=True) * center
-    shift = torch.zeros_like(weight) if bias is None else bias
-    terms = (((x - mean).abs() + loss) * r * weight).abs() + shift.abs()
+    factor, most = factors(x, weight, offset)
+    shift = torch.zeros_like(x[..., :1]) if bias is None else bias
+    terms = ((x - mean).abs() + loss) * r * most + shift.abs()
     of_stats = torch.stack([(r * (1 + loss * r)).flatten(), loss.flatten()][: 1 + center])
-    return [Exact((x - mean) * r * weight + shift, terms), Exact(stats, of_stats, dtype=accumulator)]
+    y = (x - mean) * r * factor
+    narrow = y.abs() if casting_mode == "llama" else None
+    return [Exact(y + shift, terms, narrow=narrow), Exact(stats, of_stats, dtype=accumulator)]
 
 
 def exact_backward(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, stats: torch.Tensor, loss: float | torch.Tensor = 0.0
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    stats: torch.Tensor,
+    offset: float = 0.0,
+    loss: float | torch.Tensor = 0.0,
 ) -> list[Exact]:
     """Return the gradients of x and of the vectors, given statistics; the loss is what roundings of the mean may be."""
     N, center = x.shape[-1], len(stats) == 2
     if x.numel() == 0:
-        return [Exact(x), Exact(x.new_zeros(len(stats), N))]
+        return [Exact(x), Exact(x.new_empty(0) if weight is None else x.new_zeros(len(stats), N))]
     r, mean = of_rows(x, stats)
-    g, d = dy * weight, x - mean
+    factor, most = factors(x, weight, offset)
+    g, of_g, d = dy * factor, dy.abs() * most, x - mean
     size = d.abs() + loss
-    c, most = ((part).mean(-1, keepdim=True) * r * r for part in (g * d, g.abs() * size))
-    terms = (g.abs() + g.abs().mean(-1, keepdim=True) + size * most) * r * (1 + loss * r)
+    c, of_c = ((part).mean(-1, keepdim=True) * r * r for part in (g * d, of_g * size))
+    terms = (of_g + of_g.mean(-1, keepdim=True) + size * of_c) * r * (1 + loss * r)
     sums = [dy * d * r, dy][: len(stats)]
     of_sums = [dy.abs() * size * r, dy.abs()][: len(stats)]
+    vectors = (torch.stack([part.reshape(-1, N).sum(0) for part in parts]) for parts in (sums, of_sums))
     return [
         Exact((g - g.mean(-1, keepdim=True) * center - d * c) * r, terms),
-        Exact(
-            *(torch.stack([part.reshape(-1, N).sum(0) for part in parts]) for parts in (sums, of_sums)),
-            made_by_torch=True,
-        ),
+        Exact(*((x.new_empty(0),) if weight is None else vectors), made_by_torch=True),
     ]
 
 
 def exact_gradients(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    offset: float = 0.0,
+    casting_mode: str = "gemma",
 ) -> list[Exact]:
     """Return the gradients of x and of each vector."""
     center = bias is not None
     loss = x.abs().amax(-1, keepdim=True) * center if x.numel() else 0.0
-    dx, vectors = exact_backward(dy, x, weight, statistics(x, center, eps), loss)
+    dx, vectors = exact_backward(dy, x, weight, statistics(x, center, eps), offset, loss)
+    if weight is None:
+        return [dx]
     each = vectors.terms if vectors.terms is not None else vectors.value
     return [dx, *(Exact(*pair) for pair in zip(vectors.value, each, strict=True))]
 
@@ -123,6 +154,47 @@ def backward(draw: Draw, center: int, *shape: int) -> tuple[torch.Tensor, ...]:
     dy, x, weight = draw(*shape), draw(*shape), draw(shape[-1])
     stats = statistics(x.double(), bool(center), EPS)
     return dy, x, weight, stats.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def with_options(
+    name: str, *options: Any, weight: bool = True, wide: bool = False, center: bool = False
+) -> Iterator[Case]:
+    """Yield the cases of a norm with options, or of vectors that are float32 at least, and those of its backward."""
+    norm = "norms_long_layer_norm" if center else "norms_long_rms_norm"
+
+    def vector(draw: Draw, N: int) -> torch.Tensor | None:
+        return draw(N, dtype=accumulator(draw.dtype) if wide else None) if weight else None
+
+    def arguments(draw: Draw, *shape: int) -> tuple[Any, ...]:
+        return draw(*shape), *(vector(draw, shape[-1]) for _ in range(1 + center)), EPS, *options
+
+    def of_backward(draw: Draw, *shape: int) -> tuple[Any, ...]:
+        dy, x, _, stats = backward(draw, center, *shape)
+        return dy, x, vector(draw, shape[-1]), stats, *options[:1]
+
+    def full(*given: Any) -> tuple[Any, ...]:
+        return given if center else (*given[:2], None, *given[2:])
+
+    def exact_wide(*given: Any) -> list[Exact]:
+        dx, vectors = exact_backward(*given)
+        return [dx, vectors._replace(dtype=accumulator if wide else None)]
+
+    yield Case(
+        norm,
+        arguments,
+        lambda *given: exact(*full(*given))[:1],
+        name=f"{norm} {name}",
+        gradients=lambda dy, *given: exact_gradients(dy, *full(*given)),
+        with_gradients=1 + weight + center,
+        **OF_NORM,
+    )
+    yield Case(
+        "norms_long_backward",
+        of_backward,
+        exact_wide,
+        name=f"norms_long_backward {name}",
+        **OF_STATS | {"sizes": SIZES[:8]},
+    )
 
 
 def special(draw: Draw) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -148,10 +220,11 @@ def layer_norms_refused() -> list[Refused]:
 
     shapes = r"shapes \(\.\.\., N\) and \(N,\), not \[\(2"
     return [
-        call(lambda draw: (draw(3).double(), draw(3)), TypeError, "one float dtype .*float64"),
+        call(lambda draw: (draw(3).double(), draw(3)), TypeError, "rows of one float dtype .*float64"),
         call(lambda draw: (draw(3), draw(3).half()), TypeError, ".*float16"),
         call(lambda draw: (draw(3), None), TypeError, "a bias, not None"),
-        call(lambda draw: (None, draw(3)), TypeError, r"one float dtype and device, not .*None, \("),
+        call(lambda draw: (None, draw(3)), TypeError, r"rows of one float dtype and device, .*None, \("),
+        call(lambda draw: (draw(3), draw(3).to("meta")), TypeError, r".*meta"),
         call(lambda draw: (draw(2), draw(3)), ValueError, shapes),
         call(lambda draw: (draw(3), draw(2, 3)), ValueError, shapes),
         call(lambda draw: (draw(3), draw(1)), ValueError, shapes),
@@ -167,8 +240,20 @@ def rms_norms_refused() -> list[Refused]:
 
     return [
         call(lambda draw: (draw(2, 3).int(), draw(3).int()), TypeError, r".*torch\.int32"),
-        call(lambda draw: (draw(2, 3), None), TypeError, r"one float dtype and device, not .*, None\]"),
+        call(lambda draw: (draw(2, 3).int(), None), TypeError, r".*torch\.int32"),
+        call(lambda draw: (draw(2, 3), draw(3).int()), TypeError, r".*torch\.int32"),
+        call(lambda draw: (draw(2, 3), draw(3).to("meta")), TypeError, ".*meta"),
         call(lambda draw: (draw(2, 3), draw(2)), ValueError, "shapes "),
+        Refused(
+            lambda draw: (draw(2, 3), None, EPS, 1.0),
+            ValueError,
+            r"norms_long_rms_norm takes an offset of a weight, not 1\.0 without a weight",
+        ),
+        Refused(
+            lambda draw: (draw(2, 3), draw(3), EPS, 0.0, "none"),
+            ValueError,
+            "norms_long_rms_norm takes casting_mode='gemma' or 'llama', not 'none'",
+        ),
         call(lambda draw: (draw(), draw(3)), ValueError, "shapes "),
         call(
             lambda draw: (draw(1).expand(2**30 + 1),) * 2, ValueError, r"rows of up to 2\*\*30 elements, not 1073741825"
@@ -185,6 +270,7 @@ def backward_refused() -> list[Refused]:
     return [
         call(lambda dy, x, weight, stats: (dy[:1], x, weight, stats), ValueError, "shapes "),
         call(lambda dy, x, weight, stats: (dy.half(), x, weight, stats), TypeError, ".*float16"),
+        call(lambda dy, x, weight, stats: (dy, x, None, stats), TypeError, ".*None"),
         call(lambda dy, x, weight, stats: (dy, x, weight, stats[:, :1]), ValueError, "the stats "),
         call(lambda dy, x, weight, stats: (dy, x, weight, stats[0]), ValueError, "the stats "),
         call(lambda dy, x, weight, stats: (dy, x, weight, stats[:0]), ValueError, "the stats "),
@@ -257,6 +343,10 @@ CONTRACT = [
         with_gradients=2,
         refused=rms_norms_refused(),
     ),
+    *with_options("without weight", weight=False),
+    *with_options("of Gemma", 1.0),
+    *with_options("of two dtypes", -0.5, "llama", wide=True),
+    *with_options("of two dtypes and a bias", wide=True, center=True),
 ]
 
 
@@ -320,6 +410,36 @@ def test_means_of_columns_differ(taken: ModuleType) -> None:
     ones, zeros = torch.ones(N, device=DEVICE), torch.zeros(N, device=DEVICE)
     expected = torch.nn.functional.layer_norm(x.double(), (N,), eps=EPS).float()
     torch.testing.assert_close(taken.norms_long_layer_norm(x, ones, zeros, EPS), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_casting_modes(taken: ModuleType, offset: float, dtype: torch.dtype) -> None:
+    """Gemma rounds once; Llama rounds before the product too. Nearly all numbers are those of transformers."""
+    x, weight = make((9, 700), dtype=torch.float16)[0], make((700,), dtype=dtype)[0]
+    wide, factor = exact(x.float(), None, None, EPS)[0].value, offset + weight.float()
+    expected = {"gemma": wide * factor, "llama": wide.half().float() * factor}
+    for mode in expected:
+        y = taken.norms_long_rms_norm(x, weight, EPS, offset, mode)
+        same = {name: (y == value.half()).double().mean().item() for name, value in expected.items()}
+        assert same.pop(mode) > 0.99
+        assert max(same.values()) < 0.9
+
+
+@pytest.mark.parametrize(("dtype", "other"), list(itertools.permutations(FLOATS, 2)), ids=str)
+def test_dtypes_of_vectors(taken: ModuleType, dtype: torch.dtype, other: torch.dtype) -> None:
+    """Results have x's dtype, as those of PyTorch, and each gradient that of its argument."""
+    if (dtype, other) == (torch.float64, torch.bfloat16) and DEVICE.type == "cpu":
+        pytest.skip("the interpreter makes NaN of some float64 that it casts to bfloat16")
+    x, (weight, bias) = make((4, 50), dtype=dtype)[0], make((50,), (50,), dtype=other)
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]
+    for bias in (leaves[2], None):
+        y = taken.norms_long_with_stats(*leaves[:2], bias, EPS)[0]
+        assert y.dtype == dtype
+        torch.testing.assert_close(y, reference(*(t if t is None else t.double() for t in (x, weight, bias))).to(dtype))
+        given = leaves[: 2 + (bias is not None)]
+        grads = torch.autograd.grad(y, given, torch.ones_like(y))
+        assert [grad.dtype for grad in grads] == [t.dtype for t in given]
 
 
 def test_statistics_have_no_gradient(taken: ModuleType) -> None:
@@ -472,6 +592,10 @@ BREAKS = [
     ),
     ("a norm stored without a mask", "row * N + offs, y, mask=mask, ev", "row * N + offs, y, ev"),
     ("dx stored without a mask", "(g - d * c) * r,\n            mask=mask,\n", "(g - d * c) * r,\n"),
+    ("no offset", "        if OFFSET != 0:\n            factor += OFFSET\n        x *= factor", "        x *= factor"),
+    ("no offset in tiles", "            factor += OFFSET\n    # A thread", "            factor += 0.0\n    # A thread"),
+    ("x rounded where it is Gemma's", "        if LLAMA:\n", "        if True:\n"),
+    ("x not rounded", "y = y.to(x.dtype).to(ACC)", "y = y.to(ACC)"),
     (
         "a norm without a bias",
         "            y += tl.load(\n                bias_ptr",

@@ -93,7 +93,8 @@ def all_within(outs, inputs, upstream, factors, extra):
     within(*outs, factors[0], extra[0] + 2 * arithmetic(outs[1]))
     upstream = torch.randn_like(outs[1]) if upstream is None else upstream
     for n, (one, right, rough) in enumerate(zip(*(grads(x, inputs, upstream) for x in outs), strict=True)):
-        if right.ndim == 1:  # of sinks: of so few numbers, PyTorch's may be right to the last bit by luck
+        # Of sinks: their gradient is that of the rounded result, and of so few numbers PyTorch's may be right by luck.
+        if right.ndim == 1:
             extra = extra[0], extra[1] + torch.finfo(right.dtype).eps * right.abs().max().item()
         within(one, right, rough, factors[1], extra[1] + 2 * arithmetic(right), f"gradient {n}")
 
