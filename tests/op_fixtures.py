@@ -85,6 +85,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 TAKEN: dict[str, tuple[ModuleType, object]] = {}  # the op of each recipe that was imported last, and what for
+LOADED: dict[str, ModuleType] = {}  # each recipe that was imported last
+
+
+def end_ops_in(code: str) -> None:
+    """End ops that are about to be registered again: one that is made of others brings them along."""
+    for of in (LOADED, TAKEN):
+        for path, value in list(of.items()):
+            module = value[0] if isinstance(value, tuple) else value
+            libraries = (name for name, found in vars(module).items() if isinstance(found, torch.library.Library))
+            if any(f"{name} = Library(" in code for name in libraries):
+                end_ops(module)
+                if of is TAKEN:
+                    TAKEN[path] = module, None
 
 
 @pytest.fixture(scope="session")
@@ -94,14 +107,16 @@ def load_recipe(gallery: Path) -> Callable[[str], ModuleType]:
     def load(path: str) -> ModuleType:
         file = gallery / path
         end_ops(sys.modules.get(file.stem))
+        end_ops_in(file.read_text())
         for taken, (module, _) in TAKEN.items():
             TAKEN[taken] = module, None  # the recipe may register the same ops
         before = sys.dont_write_bytecode
         sys.dont_write_bytecode = True  # no __pycache__ among the recipes
         try:
-            return import_file(file)
+            LOADED[path] = import_file(file)
         finally:
             sys.dont_write_bytecode = before
+        return LOADED[path]
 
     return load
 
@@ -127,12 +142,7 @@ def load_op(gallery: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
         assert op is not None, f"{path} hands over no op"
         end_ops(module)
         code = op.of("taken").code
-        for other, (with_ops, _) in TAKEN.items():
-            # An op that is made of others brings them along, and another test may have imported them by themselves.
-            libraries = (name for name, value in vars(with_ops).items() if isinstance(value, torch.library.Library))
-            if any(f"{name} = Library(" in code for name in libraries):
-                end_ops(with_ops)
-                TAKEN[other] = with_ops, None
+        end_ops_in(code)
         folder = tmp_path_factory.mktemp("taken")  # torch.compile remembers modules by their names: none has it twice
         module = import_code(code, folder / f"{op.name}_{folder.name}_op.py")
         TAKEN[path] = module, purpose

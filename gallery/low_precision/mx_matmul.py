@@ -374,10 +374,10 @@ if __name__ == "__main__":
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     (x, scale_x), (w, scale_w) = make_mx(8192, 8192), make_mx(8192, 8192)
-    names = ["the loop without scales", "and scaling", "and loads of scales"]
+    steps = ["the loop without scales", "and scaling", "and loads of scales"]
     timed = {
         name: partial(launch, x, w, scale_x, scale_w, dtype=torch.bfloat16)
-        for name, launch in zip(names, [*loops(), product], strict=True)
+        for name, launch in zip(steps, [*loops(), product], strict=True)
     }
     for name, found in gpu_time(timed).items():
         print(f"{name:23} {found[0]:6.2f} ms")

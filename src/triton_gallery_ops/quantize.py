@@ -570,7 +570,8 @@ def _quantize_tile(N, stride, BM, BN, flat=False, transpose=False):
         "ROWS": ROWS,
         "COLS": COLS,
         "VEC": math.gcd(N, stride, 16),
-        "num_warps": max(4, ROWS * COLS // 2048),
+        # Long rows were faster with more numbers in each thread.
+        "num_warps": max(4, ROWS * COLS // (4096 if BM == 1 else 2048)),
     }
 
 
