@@ -31,6 +31,14 @@ def of_squares(results: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) 
     return torch.autograd.grad([out.square().sum() for out in differentiable(results)], leaves)
 
 
+def close_sums(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Assert that gradients are close. One whose terms cancel is off by a rounding of those, which are far larger."""
+    room = {}
+    if expected.dtype == torch.float32 and expected.numel() > 0:
+        room = {"rtol": 1.3e-6, "atol": max(1e-5, torch.finfo(torch.float32).eps * expected.abs().max().item())}
+    torch.testing.assert_close(actual, expected, **room)
+
+
 @each_case(lambda case: case.launcher and not case.plain)
 def test_launcher_float32(load_op: Load, case: Case) -> None:
     """On a GPU a call goes straight to the launcher, which does what the op does."""
@@ -144,7 +152,8 @@ def test_compiled(load_op: Load, case: Case, dynamic: bool, no_compile_cache: No
             ways = [way(*arguments) for way in (compiled, function)]
             torch.testing.assert_close(*ways)
             if leaves:
-                torch.testing.assert_close(*(of_squares(results, leaves) for results in ways))
+                for ours, theirs in zip(*(of_squares(results, leaves) for results in ways), strict=True):
+                    close_sums(ours, theirs)
 
 
 @needs_a_gpu
