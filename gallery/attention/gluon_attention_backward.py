@@ -362,8 +362,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # 32 of 64. The rate is of GPU time, and counts the same for all: five products,
 # halved for the mask. At the shortest length a call takes more CPU time, given
 # below the chart. *Triton* is this page's op, in Gluon: ``flash_attention``
-# calls it for long inputs. *flash_attention* is the same two passes by that
-# op's kernels in Triton. PyTorch calls the other two.
+# calls it for all but short inputs. *flash_attention* is the same two passes by
+# that op's kernels in Triton. PyTorch calls the other two.
 
 from triton_gallery_ops.flash_attention import (
     _flash_attention_backward_launch,

@@ -409,8 +409,8 @@ if __name__ == "__main__":
 #
 # The same draws, with K = 2048 and N = 1408, take these times. The last line is
 # of ``grouped_kernel``, whose BLOCK_M is 128. In the recorded run, its time
-# grows less than the rows that it computes: to count rows overstates the cost
-# of skew.
+# grows less than the rows that it computes: to count rows overstates what skew
+# costs this kernel.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     x, w, _ = make_inputs(64, 8192, 2048, 1408)

@@ -252,8 +252,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 
 # %%
 # The two differ only in how they compute ``h``, and in the recorded run they
-# are close: our kernel saves three kernels, but its product takes longer by
-# about as much. The next section changes the sum, which both leave to PyTorch.
+# are close: our kernel saves the copy and the two kernels of SwiGLU, but its
+# product takes longer by about as much. The next section changes the sum, which
+# both leave to PyTorch.
 #
 # Add up in a fixed order
 # -----------------------

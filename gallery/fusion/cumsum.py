@@ -266,12 +266,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # %%
 # A column's name is the elements of a block / the warps. All matrices have the
 # same number of elements, so longer rows are fewer: the last line has a
-# thousand rows. Then there are few programs, and a longer block gives each of
-# them more loads in flight. The op has blocks of 1024 and two warps. If there
-# are fewer than 2048 rows and loads are wide (see below), it has blocks of 4096
-# and four warps. On an H100, these larger blocks lose at 128256, as the table
-# after the op shows too. At one length of block, more warps are mostly as fast
-# or faster.
+# thousand rows. The op has blocks of 1024 and two warps. If there are fewer
+# than 2048 rows and loads are wide (see below), it has blocks of 4096 and four
+# warps, which give each of the few programs more loads in flight. In the
+# record, these larger blocks lose at 128256, in the table after the op, too. At
+# one length of block, more warps are mostly as fast or faster.
 
 # %%
 # Short rows share a program
@@ -334,8 +333,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # To turn a vector, swap its halves, then the halves of each half. Triton has no
 # swap. But the sum of two integers, less one of them, is the other, even where
 # the sum overflows. The compiler sees through that and adds nothing. The table
-# after the op compares all three ways. In long rows they come close to each
-# other.
+# after the op compares all three ways. They differ most in rows of 64.
 
 # %%
 # The op
@@ -569,14 +567,13 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Where our line touches the roof, the kernel moves the floor's bytes and waits
 # for nothing else. PyTorch's backward is three kernels, a flip, a scan and a
 # flip, and moves six tensors. At 50257, an odd length, ``VEC`` is 1, and each
-# thread loads its elements one by one. In the table after the op, the step *and
-# VEC* gains nothing at 1000. So the page does not show what the rows of 50257
-# wait for.
+# thread loads its elements one by one. That alone need not explain the lower
+# rate: in the table after the op, the step *and VEC* gains little at 1000.
 #
-# The table with ever fewer rows shows the limit of this page's kernels. A row
-# has one program. If a GPU can run more programs at a time than there are rows,
-# a part of it is idle. So the op has many programs share a row if there are
-# fewer than 128 long ones, as the page ``cumsum_long.py`` explains.
+# At 512 and 128 rows, the table of fewer rows shows the limit of this page's
+# kernels. A row has one program. If a GPU can run more programs at a time than
+# there are rows, a part of it is idle. With fewer than 128 long rows, the op
+# has many programs share a row, as the page ``cumsum_long.py`` explains.
 
 # %%
 # Break it: the gradient by subtraction

@@ -384,9 +384,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     show_rates(OURS)
 
 # %%
-# *cuBLAS* shows what is possible. Our programs wait for each product, and then
-# scale it. With tiles half as large here, a multiprocessor can hold two: one
-# scales as the other multiplies. On Hopper, a program of the op does both.
+# The tile changed, too. A program waits for each product, and then scales it.
+# With half the tile, a multiprocessor has room for two programs: one can scale
+# as the other multiplies. No figure here separates this from the copy engine.
+# *cuBLAS* shows what is possible. On Hopper, a program of the op does both.
 
 # %%
 # The op
@@ -453,9 +454,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # On Hopper, take what the last column names for sizes like yours (``cublas``,
 # in the fold of *How fast?*, shows the call). At the first three sizes, a call
 # of the op takes longer on the CPU (the line below the chart) than on the GPU,
-# and longer than a call of cuBLAS: there, take the op only in a CUDA graph
-# (``cuda_graphs.py``). On other GPUs, PyTorch has no product with these scales
-# and raises an error.
+# and longer than a call of cuBLAS: there, its GPU time counts only in a CUDA
+# graph (``cuda_graphs.py``). On other GPUs, PyTorch has no product with these
+# scales and raises an error.
 
 # %%
 # Exercises

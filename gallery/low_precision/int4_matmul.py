@@ -438,7 +438,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #   (exercise 2);
 # * takes bfloat16, other groups, and weights of GPTQ and AWQ, two widely used
 #   ways of choosing 4-bit weights;
-# * has a gradient for ``x``, and leaves more than 512 rows to cuBLAS.
+# * has a gradient for ``x``;
+# * with more than 512 rows on Hopper, or 64 elsewhere, writes the weight in 16
+#   bits, and leaves the product to cuBLAS.
 
 from triton_gallery_ops.int4_matmul import int4_matmul
 

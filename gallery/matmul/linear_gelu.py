@@ -462,9 +462,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # there is one, and the copy engine works during its epilogue.
 #
 # "erf" and "none" of one kernel differ by the instructions of the epilogue
-# alone. At K = 4096 that is a smaller part of the time than at K = 512. There,
-# the exact GELU by pointers is ahead of the one through descriptors, which the
-# op takes all the same: it has one rule for all K.
+# alone. At K = 4096 that is a smaller part of the time than at K = 512. At
+# K = 512, the exact GELU by pointers is ahead of the one through descriptors,
+# which the op takes all the same: it has one rule for all K.
 
 # %%
 # Proof
@@ -626,9 +626,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # both what fusion saves and what the epilogue costs shrink with K. So the
 # distance to the roof is large at K = 512 and small at K = 6144. A layer with a
 # large K gains little from any fusion, and then the better product wins. At K =
-# 512 the op gains little as well, and the kernel by pointers is faster. For the
-# tanh GELU, ``torch._addmm_activation`` is ahead of the op, and at odd sizes
-# ``torch.compile`` is, as *Beside other libraries* shows.
+# 512 the op gains nothing, and the kernel by pointers is faster. For the tanh
+# GELU, ``torch._addmm_activation`` is ahead of the op. On the site, *Beside
+# other libraries* has an odd size as well.
 #
 # A call costs the CPU time too. For a small layer it takes longer than the GPU
 # needs. Called one by one, such layers gain nothing from a faster kernel, but
@@ -637,11 +637,13 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # ``torch.compile`` leaves the product to cuBLAS here, and writes one kernel for
 # the GELU. With ``mode="max-autotune-no-cudagraphs"`` it tries Triton products
-# with the GELU in their epilogue as well. That compiles for tens of seconds a
-# layer, so it is not part of this page.
+# with the GELU in their epilogue as well. To compile and time them takes long,
+# so this page leaves them out.
 #
 # Backward, two plain products by cuBLAS take most of the time, ours and
-# PyTorch's alike. The op saves PyTorch's pass that sums the bias gradient.
+# PyTorch's alike. The op saves PyTorch's pass that sums the bias gradient. In
+# half precision, where 8 does not divide N or K, its products are those of the
+# op ``matmul`` (``tuned_matmul.py``).
 
 # %%
 # Go further

@@ -482,20 +482,20 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     model = None
 
 # %%
-# Both models compute the same products, so that row changes little. In the
-# record the ops gain in *the rest*. The op for attention takes longer here than
-# PyTorch's, but leaves padding out (exercise 2).
+# In the record the ops gain in *the rest*. Both models compute the same
+# products, which take somewhat longer in the patched one. The op for attention
+# takes longer here than PyTorch's, but leaves padding out (exercise 2).
 #
 # The wall time less the GPU time is time in which the GPU runs no kernel, and
 # faster kernels do not shorten it (``what_a_call_costs.py``,
 # ``cuda_graphs.py``). In the record the patched step has more of it than the
 # plain one, so the step gains less than the kernels do.
 #
-# Our norm alone gains little time, eager or compiled: most of the gain is from
-# the other ops and the loss. ``torch.compile`` fuses many of the operators that
-# the ops replace, so under it the ops gain less time. It does not split the
-# loss, though, and needs the memory of all logits. Here ``torch.compile`` makes
-# the patched model no faster.
+# In the record our norm alone gains no time, eager or compiled.
+# ``torch.compile`` fuses many of the operators that the ops replace, so under
+# it the ops gain less time. It does not split the loss, though, and needs the
+# memory of all logits. In the record it makes the patched model faster, too,
+# though less so than the plain one.
 
 # %%
 # Exercises
