@@ -78,11 +78,14 @@ from triton_gallery.counting import Traffic
 #
 # where :math:`c_e` counts the choices of expert :math:`e`, its *load*, and
 # :math:`p_{t,e}` is its probability for token :math:`t`: the softmax of the
-# token's logits. All :math:`P_e` add up to 1, so equal loads,
-# :math:`f_e = k / E`, make L equal to k (which is not the minimum). Counts have
-# no gradient: training lowers the :math:`P_e` of the experts chosen most, and
-# the others' rise. ``Traffic`` counts the bytes that PyTorch's operators move;
-# the *floor* is what any kernel must read: logits and chosen experts, once.
+# token's logits. Counts have no gradient, so in a step of training :math:`f_e`
+# is the price of :math:`P_e`. All :math:`P_e` add up to 1: to make L smaller,
+# the step moves probability from experts with large loads to experts with small
+# ones. Those are then chosen more, until all loads are equal: then the prices
+# are, too, L is k whatever the :math:`P_e`, and nothing pulls.
+#
+# ``Traffic`` counts the bytes that PyTorch's operators move; the *floor* is
+# what any kernel must read: logits and chosen experts, once.
 
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 
@@ -167,8 +170,8 @@ def loss_of(way, logits, experts):
 # ------------
 #
 # We compare with float64. With 16 programs some have several tokens, and some
-# have none. Each of a few dozen float32 roundings changes its result by less
-# than 1e-7, and positive terms do not cancel, so we allow 1e-5.
+# have none: these store zeros. A few dozen float32 roundings change a sum of
+# positive terms by less than 1e-7 each, so we allow 1e-5.
 
 
 def check(op):
@@ -190,8 +193,9 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# 128 experts and 8 choices, as in Qwen3-MoE, in bfloat16, for T tokens. The
-# rate counts the bytes of the floor; the *roof* is a copy of as many bytes.
+# We take 128 experts and 8 choices, as in Qwen3-MoE, in bfloat16, for T tokens.
+# The rate counts the bytes of the floor; the *roof* is the rate of a copy of as
+# many bytes.
 
 E, CHOICES = 128, 8
 
@@ -260,8 +264,8 @@ def tiles_kernel(
     counts = tl.zeros((BLOCK_E,), dtype=tl.int32)
     for first in range(pid * rows, end, BLOCK_T):
         token = first + tl.arange(0, BLOCK_T)[:, None]  # (BLOCK_T, 1)
-        # Past T, load the last token again: a row of -inf alone would be NaN.
-        # tl.where drops these rows, and those of the next program's tokens.
+        # Past T, load the last token again: no address lies past x. tl.where
+        # drops these rows, and those of the next program's tokens.
         ptrs = x_ptr + tl.minimum(token, T - 1) * E + offs  # (BLOCK_T, BLOCK_E)
         x = tl.load(ptrs, mask=offs < E, other=-float("inf")).to(tl.float32)
         e = tl.exp(x - tl.max(x, axis=1, keep_dims=True))
@@ -304,7 +308,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 
 # %%
 # The time includes ``loss_of``, where several PyTorch operators add up the
-# programs' rows; the op has one kernel for that.
+# programs' rows. The op has one kernel for that: compare both at few tokens,
+# where ``torch.compile`` may be faster than ``add_up_tiles``.
 #
 # The gradient
 # ------------
@@ -312,7 +317,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # With the *slope* :math:`s_i = E c_i / T^2` of each expert, the loss is
 # :math:`\sum_t \sum_i s_i p_{t,i}`. The derivative of :math:`p_{t,i}` by
 # :math:`x_{t,e}` is :math:`p_{t,e} (1 - p_{t,e})` for :math:`i = e`, and
-# :math:`-p_{t,i}\, p_{t,e}` otherwise. Times :math:`s_i`, these add up to
+# :math:`-p_{t,i}\, p_{t,e}` otherwise. Multiplied by :math:`s_i` and summed
+# over i, they give
 #
 # .. math:: \frac{\partial L}{\partial x_{t,e}} = p_{t,e}
 #    \left( s_e - \sum_i p_{t,i} s_i \right).
@@ -370,10 +376,11 @@ if __name__ == "__main__":
 #
 # The gradient of the auxiliary loss competes with that of the model's own loss.
 # DeepSeek-V3 adds a bias to the scores instead. The bias takes part only in the
-# choice; an expert's weight is its score without the bias. After each step the
-# bias of an expert with less than the mean load rises by a fixed rate; with
-# more, it falls. ``offsets`` (*Route tokens to experts*) has the running sum of
-# the loads, so the loads are its differences:
+# choice; an expert's weight comes from its score without the bias. After each
+# step, the bias of an expert with less than the mean load rises by a fixed
+# amount, ``rate``; that of one with more falls by as much. A router that sorts
+# tokens returns ``offsets`` (*Route tokens to experts*), the running sum of the
+# loads, so the loads are its differences:
 
 
 def update_(bias, offsets, rate):
@@ -390,13 +397,14 @@ def update_(bias, offsets, rate):
 # What it does for a model
 # ------------------------
 #
-# There are 16 kinds of tokens, each with a map to learn. The model has eight
-# experts, each a matrix, and a router that chooses two. We train it with no
-# remedy, with the auxiliary loss times 0.1, and with the bias. All tokens share
-# a large vector, so at first the router scores them alike. This runs on the
-# CPU: every machine draws the same. The figure has the load of the busiest
-# expert and the number of *idle* experts, which have no token, for each step.
-# The printed loss is the model's own, in the last step.
+# There are 16 kinds of tokens, each to be multiplied by a matrix of its own.
+# The model has eight experts, each a matrix, and a router that chooses two. We
+# train it with no remedy, with the auxiliary loss times 0.1, and with the bias.
+# All tokens share a large vector, so at first the router scores them alike.
+# This runs on the CPU: every machine draws the same. The figure has the load of
+# the busiest expert, at most 8 / 2 = 4 times the mean, and the number of *idle*
+# experts, which have no token, for each step. The printed loss is the model's
+# own, in the last step.
 
 
 def train(way, N=512):
@@ -451,9 +459,10 @@ if __name__ == "__main__":
 # ------
 #
 # ``load_balance_loss(logits, experts)`` is this gallery's op, with a gradient.
-# Its second kernel adds up the programs' rows. The op also takes a mask that
-# leaves out padding, and computes the loss that DeepSeek-V3 keeps beside its
-# bias: one for each sequence, averaged, with sigmoids in place of the softmax.
+# Its second kernel adds up the programs' rows. The op also takes a mask: T is
+# then the number of tokens that are not padding. And it computes the loss that
+# DeepSeek-V3 keeps beside its bias: one for each sequence, averaged, with
+# sigmoids in place of the softmax.
 
 from triton_gallery_ops.load_balance import load_balance_loss
 
@@ -468,7 +477,9 @@ if __name__ == "__main__":
 #
 # Forward and backward, for 128 experts. *Triton* is the op; *PyTorch's best* is
 # the faster of PyTorch and ``torch.compile`` at each size. Rates are of GPU
-# time. CPU time, below the chart, counts unless a CUDA graph replays the call.
+# time alone. A call's CPU time stands below the chart: where it is longer, a
+# call takes as long, unless a CUDA graph replays it. The backward does what
+# ``gradient_kernel`` does: it reads the logits and writes as many numbers.
 
 
 def calls_for(T):

@@ -114,9 +114,15 @@ def make_inputs(T, E, k, H, F):
 # * ``offsets`` says where each expert's part of ``order`` ends: 4 5 8;
 # * ``inverse`` has the place of each number in ``order``: 5 for choice 1.
 #
-# A program computes BLOCK_N columns of ``h``, SwiGLU's output, for one expert.
-# Only the GPU knows how many rows an expert has, so a program loops over them:
-# it loads BLOCK_M numbers of ``order`` and their rows of ``x``, without a copy.
+# The layer then has three steps: ``hidden_kernel`` computes ``h``, SwiGLU's
+# output; PyTorch's ``grouped_mm`` multiplies each expert's rows of ``h`` by its
+# ``down``; and the rows of a token are added up, at first by PyTorch.
+#
+# ``offsets`` says how many rows an expert has, but lies in the GPU's memory:
+# the CPU would have to wait to read it. So the grid has a program for each
+# expert and BLOCK_N columns of ``h``, and the program loops over the expert's
+# rows. It loads BLOCK_M numbers of ``order`` and their rows of ``x``, without a
+# copy. ``tl.dot(a, b, acc)`` returns ``acc + a @ b``, for tiles of one dtype.
 
 
 def sort(experts, E):
@@ -145,8 +151,8 @@ def hidden_kernel(
     end = tl.load(offsets_ptr + expert)
     offs_n = tl.program_id(axis=0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     offs_k = tl.arange(0, BLOCK_K)
-    columns = expert * 2 * F + offs_n  # of gate; those of up are F later
-    w_ptrs = gate_up_ptr + columns * H + offs_k[:, None]  # transposed
+    columns = expert * 2 * F + offs_n  # of h: rows of gate_up; up's: F later
+    w_ptrs = gate_up_ptr + columns * H + offs_k[:, None]  # (BLOCK_K, BLOCK_N)
     for row in range(start, end, BLOCK_M):
         offs_m = row + tl.arange(0, BLOCK_M)[:, None]
         # Rows past the end compute token 0 again, and are not stored.
@@ -165,13 +171,14 @@ def hidden_kernel(
 
 
 def hidden(x, gate_up, order, offsets, k, tile=(128, 128, 64)):
-    """Return h, which down multiplies."""
+    """Return silu(gate) * up, a row for each choice in ``order``."""
     E, F, H = len(gate_up), gate_up.shape[1] // 2, x.shape[1]
     assert (F % tile[1], H % tile[2]) == (0, 0)  # the kernel masks neither
     assert all(t.is_contiguous() for t in (x, gate_up, order, offsets))
     h = x.new_empty(len(order), F)
     tensors = x, gate_up, h, order, offsets
-    # With 4 warps, gate and up would take 256 of a thread's 255 registers.
+    # 4 warps are 128 threads: gate and up would be 256 numbers in each, which
+    # has 255 registers.
     hidden_kernel[(F // tile[1], E)](*tensors, k, H, F, *tile, num_warps=8)
     return h
 
@@ -192,8 +199,9 @@ def layer(x, weights, experts, gate_up, down, hidden=hidden, add=sum_torch):
 # ------------
 #
 # We compare with the loop in float64. ``h``, the experts' results and the sum
-# are each rounded to 16 bits, by at most half an eps: 1.5 eps in all. Terms may
-# cancel while their errors do not, so we allow 4 eps of the largest result.
+# are each rounded to 16 bits, by at most half an eps: 1.5 eps in all. A small
+# result can be the difference of large terms, so we compare with the largest
+# result, and allow 4 eps of it.
 
 
 def check(ours, reference=loop):
@@ -233,8 +241,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # %%
 # ``loop`` waits for the GPU at each expert, so its time is partly the CPU's.
 # PyTorch can do without: it copies the rows of ``x`` in the order of experts,
-# and ``grouped_mm`` multiplies the rows of each expert by its weight. Then silu
-# and the multiplication by up read what the kernel before them stored.
+# and ``grouped_mm`` multiplies the rows of each expert by its weight. Then two
+# kernels, silu and the multiplication by up, read what was just stored.
 
 
 def hidden_torch(x, gate_up, order, offsets, k):
@@ -332,8 +340,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     show_times(ways, [T])
 
 # %%
-# Only the atomic sum differs. ``sum_kernel`` takes the least time; the others
-# write all weighted rows to memory, in float32, before they add them up.
+# Only the atomic sum differs. ``sum_kernel`` takes the least time: both others,
+# ``sum_torch`` and the atomic additions of ``index_add_``, first write all
+# weighted rows to memory, in float32. A Triton kernel with atomic additions
+# would not, but its order would vary as well.
 #
 # The gradients
 # -------------
@@ -347,13 +357,15 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # .. math:: dw = q \cdot h, \quad du = w\,q\,\mathrm{silu}(a), \quad
 #           da = w\,q\,u\,\sigma(a)\,(1 + a\,(1 - \sigma(a))).
 #
-# As :math:`q \cdot h = g \cdot (\mathrm{down}\,h)`, the forward need not keep
-# :math:`\mathrm{down}\,h`. For training, ``hidden_kernel`` would also store
-# :math:`a` and :math:`u` (not shown); the backward computes :math:`h` again. A
-# program has one row, which is one choice, so no two programs store the same
-# :math:`dw`. The rest are grouped products: the gradient of ``x`` comes from
-# :math:`da` and :math:`du`, that of ``gate_up`` from these and ``x``, that of
-# ``down`` from :math:`g` and :math:`w\,h`. We check in float32.
+# Products without a dot are elementwise. The first one is
+# :math:`g \cdot (\mathrm{down}\,h)`; written as :math:`q \cdot h`, it does not
+# need :math:`\mathrm{down}\,h` from the forward. For training,
+# ``hidden_kernel`` would also store :math:`a` and :math:`u` (not shown); the
+# backward computes :math:`h` again. A program has one row, which is one choice,
+# so no two programs store the same :math:`dw`. The rest are grouped products:
+# the gradient of ``x`` comes from :math:`da` and :math:`du`, that of
+# ``gate_up`` from these and ``x``, that of ``down`` from :math:`g` and
+# :math:`w\,h`. We check in float32.
 
 
 @triton.jit
@@ -406,15 +418,14 @@ if __name__ == "__main__":
 # ``moe_layer(x, weights, experts, gate_up, down)`` is this gallery's op. To the
 # kernels of this page it adds
 #
-# * any sizes and strides, and loads of the weights by the GPU's copy engine
+# * any sizes and strides, and loads of whole tiles of the weights by TMA
 #   (``tensor_descriptors.py``);
-# * the whole backward, and experts on several GPUs: a choice of an expert on
-#   another GPU adds zero, and you add up the GPUs' results;
+# * the whole backward, and experts on several GPUs: each GPU counts choices of
+#   the others' experts as zero, and you add up the GPUs' results;
 # * kernels for a few tokens, as in decoding, without a sort.
 #
-# For another gated activation, change the line of ``h`` in the kernel; GELU
-# needs ``tl.erf``. Without a gate, also drop ``up``: an expert's columns then
-# begin at ``expert * F``. The op has SwiGLU alone.
+# The op has SwiGLU alone. For another gated activation, change the line of
+# ``h`` in ``hidden_kernel``; GELU needs ``tl.erf``.
 
 from triton_gallery_ops.moe_layer import moe_layer
 
@@ -458,8 +469,10 @@ def train(op, steps, T, E, H, F):
 
 # %%
 # Both round to 16 bits, in different places. A loss is a mean over all tokens,
-# where most of that cancels, so we allow a relative distance of one eps. On a
-# GPU, the last line shows a wrong gradient: the router learns nothing there.
+# where most of that cancels, so we allow a relative distance of one eps. Each
+# step has fresh tokens; without a GPU there are three steps, too few to learn.
+# On a GPU we also train without the gradient of the routing weights,
+# ``without dw``: its losses have to be further away than allowed.
 
 if __name__ == "__main__":
     setup, ops = (3, 16, 4, 32, 32), {"moe_layer": moe_layer}
@@ -483,7 +496,8 @@ if __name__ == "__main__":
 # plain product with as many operations. The backward computes the gradients of
 # ``x``, the routing weights, and both weights of the experts. The last table is
 # the peak memory of forward and backward for 32768 tokens and E experts, in GB,
-# without the inputs. *gradients* are what any way has to store.
+# without the inputs. *gradients* are a part of it that each way has to store.
+# *PyTorch* is ``layer_torch``, with the sizes of ``LAYER``.
 
 TOKENS = [512, 2048, 8192, 32768]
 
