@@ -643,7 +643,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Backward, two plain products by cuBLAS take most of the time, ours and
 # PyTorch's alike. The op saves PyTorch's pass that sums the bias gradient. In
 # half precision, where 8 does not divide N or K, its products are those of the
-# op ``matmul`` (``tuned_matmul.py``).
+# op ``matmul`` (``matmul.py``).
 
 # %%
 # Go further
