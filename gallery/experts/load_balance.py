@@ -34,7 +34,7 @@ A router that is left alone tends to send most tokens to a few experts: these
 learn, so they are chosen more often. The others only take memory, and the GPUs
 that hold them wait. Two remedies are common: an *auxiliary loss*, which is
 added to the model's loss, and a *bias*, which is added to the router's scores.
-Only training needs this: in a served model the router is fixed.
+Both work in training: in a served model the router and the bias are fixed.
 
 After this page you can
 
@@ -78,11 +78,11 @@ from triton_gallery.counting import Traffic
 #
 # where :math:`c_e` counts the choices of expert :math:`e`, its *load*, and
 # :math:`p_{t,e}` is its probability for token :math:`t`: the softmax of the
-# token's logits. Counts have no gradient, so in a step of training :math:`f_e`
-# is the price of :math:`P_e`. All :math:`P_e` add up to 1: to make L smaller,
-# the step moves probability from experts with large loads to experts with small
-# ones. Those are then chosen more, until all loads are equal: then the prices
-# are, too, L is k whatever the :math:`P_e`, and nothing pulls.
+# token's logits. Counts have no gradient: for a step of training the
+# :math:`f_e` are constants. All :math:`P_e` add up to 1, so the step makes L
+# smaller by moving probability from experts with large loads to experts with
+# small ones. With equal loads, :math:`f_e = k / E`, L is k whatever the
+# :math:`P_e`, and its gradient is 0.
 #
 # ``Traffic`` counts the bytes that PyTorch's operators move; the *floor* is
 # what any kernel must read: logits and chosen experts, once.
@@ -239,7 +239,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # accumulator ``sums`` is a tile of that shape, too: inside the loop each thread
 # adds to its own elements, and the tile's rows are added up once, after the
 # loop. ``tl.histogram(experts, N, mask)`` counts how often each of 0 to N - 1
-# is in a tile; N is a power of two.
+# is in a tile, where the mask is true; N is a power of two.
 
 
 @triton.jit
@@ -264,8 +264,8 @@ def tiles_kernel(
     counts = tl.zeros((BLOCK_E,), dtype=tl.int32)
     for first in range(pid * rows, end, BLOCK_T):
         token = first + tl.arange(0, BLOCK_T)[:, None]  # (BLOCK_T, 1)
-        # Past T, load the last token again: no address lies past x. tl.where
-        # drops these rows, and those of the next program's tokens.
+        # Past T, load the last token again, so that no address lies past x.
+        # tl.where drops these rows, and those of the next program's tokens.
         ptrs = x_ptr + tl.minimum(token, T - 1) * E + offs  # (BLOCK_T, BLOCK_E)
         x = tl.load(ptrs, mask=offs < E, other=-float("inf")).to(tl.float32)
         e = tl.exp(x - tl.max(x, axis=1, keep_dims=True))
@@ -308,8 +308,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 
 # %%
 # The time includes ``loss_of``, where several PyTorch operators add up the
-# programs' rows. The op has one kernel for that: compare both at few tokens,
-# where ``torch.compile`` may be faster than ``add_up_tiles``.
+# programs' rows: in the recorded run, ``torch.compile`` is faster up to 16384
+# tokens. The op has one kernel for that, and is faster at each size below.
 #
 # The gradient
 # ------------
@@ -334,6 +334,7 @@ def gradient_kernel(
     pid = tl.program_id(axis=0).to(tl.int64)
     token = pid * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]  # (BLOCK_T, 1)
     offs = tl.arange(0, BLOCK_E)[None, :]  # (1, BLOCK_E)
+    # Past T, again the last token: the store leaves these rows out.
     ptrs = x_ptr + tl.minimum(token, T - 1) * E + offs
     x = tl.load(ptrs, mask=offs < E, other=-float("inf")).to(tl.float32)
     e = tl.exp(x - tl.max(x, axis=1, keep_dims=True))
@@ -477,9 +478,11 @@ if __name__ == "__main__":
 #
 # Forward and backward, for 128 experts. *Triton* is the op; *PyTorch's best* is
 # the faster of PyTorch and ``torch.compile`` at each size. Rates are of GPU
-# time alone. A call's CPU time stands below the chart: where it is longer, a
-# call takes as long, unless a CUDA graph replays it. The backward does what
-# ``gradient_kernel`` does: it reads the logits and writes as many numbers.
+# time alone. In the recorded run the CPU takes longer than the GPU for each
+# call of the op, and longer than for a call of PyTorch: the op gains time where
+# a CUDA graph replays it, or where other work keeps the GPU busy. No figure
+# here says what keeps its forward below half of the roof. The backward does
+# what ``gradient_kernel`` does: it reads the logits and writes as many numbers.
 
 
 def calls_for(T):
