@@ -122,7 +122,8 @@ def make_inputs(T, E, k, H, F):
 # the CPU would have to wait to read it. So the grid has a program for each
 # expert and BLOCK_N columns of ``h``, and the program loops over the expert's
 # rows. It loads BLOCK_M numbers of ``order`` and their rows of ``x``, without a
-# copy. ``tl.dot(a, b, acc)`` returns ``acc + a @ b``, for tiles of one dtype.
+# copy. ``tl.dot(a, b, acc)`` returns ``acc + a @ b``: ``a`` and ``b`` have one
+# dtype, ``acc`` is float32.
 
 
 def sort(experts, E):
@@ -357,7 +358,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # .. math:: dw = q \cdot h, \quad du = w\,q\,\mathrm{silu}(a), \quad
 #           da = w\,q\,u\,\sigma(a)\,(1 + a\,(1 - \sigma(a))).
 #
-# Products without a dot are elementwise. The first one is
+# In these, products without a dot are elementwise. The first one is
 # :math:`g \cdot (\mathrm{down}\,h)`; written as :math:`q \cdot h`, it does not
 # need :math:`\mathrm{down}\,h` from the forward. For training,
 # ``hidden_kernel`` would also store :math:`a` and :math:`u` (not shown); the
