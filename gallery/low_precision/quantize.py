@@ -126,6 +126,19 @@ def error_of(x, block, largest, rounded, relative, least):
     return ((difference * scale).norm() / blocks.norm()).item()
 
 
+def four_matrices(generator):
+    """Return a matrix of each distribution, by name."""
+    kind = {"generator": generator, "device": DEVICE}
+    x, *others = torch.randn(4, 256, 1024, **kind).double() / 1000
+    larger = torch.arange(1024, device=DEVICE) % 100 == 0
+    return {
+        "Gaussian": x,
+        "uniform": torch.rand(256, 1024, **kind).double() / 1000,
+        "Student's t": x / torch.stack(others).norm(dim=0) / 1000,
+        "outliers": torch.where(larger, 50 * x, x),
+    }
+
+
 def draw_errors(matrices):
     """Draw the errors of both formats, and print how they compare."""
     ways = {"no scale": None, "tensor": (256, 1024), "128 x 128": (128, 128)}
@@ -357,14 +370,7 @@ if __name__ == "__main__":
 # column. The error is relative to ``x``, both as root mean squares.
 
 if __name__ == "__main__":
-    kind = {"generator": generator, "device": DEVICE}
-    x, *others = torch.randn(4, 256, 1024, **kind).double() / 1000
-    matrices = {"Gaussian": x}
-    matrices["uniform"] = torch.rand(256, 1024, **kind).double() / 1000
-    matrices["Student's t"] = x / torch.stack(others).norm(dim=0) / 1000
-    larger = torch.arange(1024, device=DEVICE) % 100 == 0
-    matrices["outliers"] = torch.where(larger, 50 * x, x)
-    draw_errors(matrices)
+    draw_errors(four_matrices(generator))
 
 # %%
 # Without a scale, these numbers become 0 in int8, and the smallest in float8.
