@@ -62,6 +62,7 @@ After this page you can
 import os
 from functools import partial
 
+import matplotlib.pyplot as plt
 import pandas as pd
 import torch
 
@@ -112,27 +113,54 @@ def check_steps(values, factors, x):
     assert steps <= 0.5001  # a little more than half: the scale is rounded, too
 
 
-def error_of(x, largest, rounded, rows, columns):
-    """Quantize in blocks of rows x columns; return the relative error."""
-    M, N = x.shape
-    blocks = x.view(M // rows, rows, N // columns, columns)
-    scale = blocks.abs().amax((1, 3), keepdim=True) / largest
-    difference = rounded(blocks / scale) * scale - blocks
-    return (difference.norm() / blocks.norm()).item()
+def error_of(x, block, largest, rounded, relative, least):
+    """Quantize x, a scale for each block if given; return the error over x."""
+    blocks, scale = x, 1.0
+    if block:
+        (M, N), (rows, columns) = x.shape, block
+        blocks = x.view(M // rows, rows, N // columns, columns)
+        scale = blocks.abs().amax((1, 3), keepdim=True) / largest
+    exact = blocks / scale
+    difference = rounded(exact) - exact
+    assert (difference.abs() <= (exact.abs() * relative).clamp(least)).all()
+    return ((difference * scale).norm() / blocks.norm()).item()
 
 
-def error_table(matrices, blocks):
-    """Return the errors of both formats in each size of block."""
-    formats = {
-        "float8": (448, lambda y: y.to(E4M3).double()),
-        "int8": (127, torch.round),
+def four_matrices(generator):
+    """Return a matrix of each distribution, by name."""
+    kind = {"generator": generator, "device": DEVICE}
+    x, *others = torch.randn(4, 256, 1024, **kind).double() / 1000
+    larger = torch.arange(1024, device=DEVICE) % 100 == 0
+    return {
+        "Gaussian": x,
+        "uniform": torch.rand(256, 1024, **kind).double() / 1000,
+        "Student's t": x / torch.stack(others).norm(dim=0) / 1000,
+        "outliers": torch.where(larger, 50 * x, x),
     }
-    table = pd.DataFrame(index=[f"{m} x {n}" for m, n in blocks])
-    for kind, x in matrices.items():
-        for name, form in formats.items():
-            errors = [error_of(x, *form, *block) for block in blocks]
-            table[f"{name}, {kind}"] = errors
-    return table.rename_axis("block")
+
+
+def draw_errors(matrices):
+    """Draw the errors of both formats, and print how they compare."""
+    ways = {"no scale": None, "tensor": (256, 1024), "128 x 128": (128, 128)}
+    ways |= {"row": (1, 1024), "1 x 128": (1, 128), "1 x 32": (1, 32)}
+    ways["column"] = 256, 1
+    # The largest number, the cast, what it may be off: relative, and near 0
+    float8 = 448, lambda y: y.to(E4M3).double(), 1 / 16, 2**-10
+    int8 = 127, torch.round, 0, 1 / 2
+    lines = "o-", "s--", "^:", "D-."
+    _, axes = plt.subplots(1, 2, sharey=True, figsize=(8, 3), layout="tight")
+    for (kind, x), line in zip(matrices.items(), lines, strict=True):
+        errors = [error_of(x, way, *float8) for way in ways.values()]
+        axes[0].semilogy([*ways], errors, line, label=kind)
+        others = [error_of(x, way, *int8) for way in ways.values()]
+        axes[1].semilogy([*ways], others, line, label=kind)
+        ratios = (torch.tensor(others) / torch.tensor(errors))[1:]
+        span = f"{ratios.min():.2f} to {ratios.max():.2f}"
+        print(f"{kind}: with a scale, int8's error over float8's is {span}")
+    for panel, name in zip(axes, ["float8", "int8"], strict=True):
+        panel.set_title(f"Relative error in {name}")
+        panel.tick_params("x", rotation=40)
+    panel.legend()
 
 
 def quantize_bytes(x, kernel):
@@ -307,7 +335,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # The first kernel is as fast as a copy, except for the shortest rows: there, a
 # program has only 512 bytes to read. In the kernel for groups, below, a program
 # takes several rows: with ``GROUP=256`` and ``tile=(16, 256)``, a group is such
-# a row. ``torch.compile`` is as fast as a copy, except at 4096.
+# a row.
 #
 # Break it: one outlier
 # ---------------------
@@ -333,29 +361,24 @@ if __name__ == "__main__":
 # How large may a block be?
 # -------------------------
 #
-# A scale for fewer numbers than a row confines the outlier's damage. To compare
-# sizes of blocks, PyTorch quantizes two matrices, all but values in float64:
-# *Gaussian* numbers, much as weights are, and the same with *outliers*, one
-# column in a hundred 50 times larger, as in activations of language models. The
-# lines have smaller and smaller blocks (rows x columns that share a scale), the
-# last a column. The error is relative to ``x``, both as root mean squares.
+# A scale for fewer numbers than a row confines the outlier's damage. PyTorch
+# quantizes four matrices of small numbers, all but values in float64:
+# *Gaussian*, much as weights are; *uniform*; *Student's t* of three degrees of
+# freedom, with heavy tails; and *outliers*, Gaussian with one column in a
+# hundred 50 times larger, as in activations of language models. From left to
+# right, smaller and smaller blocks (rows x columns) share a scale, the last a
+# column. The error is relative to ``x``, both as root mean squares.
 
 if __name__ == "__main__":
-    M, N = 256, 1024
-    blocks = [(M, N), (128, 128), (1, N), (1, 128), (1, 32), (M, 1)]
-    gaussian = torch.randn(M, N, generator=generator, device=DEVICE).double()
-    outliers = gaussian.clone()
-    outliers[:, ::100] *= 50
-    table = error_table({"Gaussian": gaussian, "outliers": outliers}, blocks)
-    print(table.to_string(float_format="%.4f"))
+    draw_errors(four_matrices(generator))
 
 # %%
-# Gaussian numbers in float8 lose about as much with one scale for all as with a
-# scale for each 32. In int8, small blocks help, and most where there are
-# outliers. Without outliers int8 is more exact, with them float8, except where
-# each column has a scale, as these outliers fill columns. But a matrix product
-# adds up the columns of a row, and each term would have another scale. With
-# 1 x 128, 128 terms share one, which multiplies their sum.
+# Without a scale, these numbers become 0 in int8, and the smallest in float8.
+# With one, a float8 number is off by a sixteenth of itself at most, unless it
+# is near 0. In int8, all numbers of a block may be off by half a step, so small
+# blocks help. A scale for each column helps where outliers fill columns. But a
+# matrix product adds up the columns of a row, and each term would have another
+# scale. With 1 x 128, 128 terms share one, which multiplies their sum.
 #
 # Outliers make most of the error. In smaller blocks of a row, more of them are
 # the largest number, which becomes 448 exactly: these blocks help float8, too.
