@@ -34,7 +34,7 @@ A router that is left alone tends to send most tokens to a few experts: these
 learn, so they are chosen more often. The others only take memory, and the GPUs
 that hold them wait. Two remedies are common: an *auxiliary loss*, which is
 added to the model's loss, and a *bias*, which is added to the router's scores.
-Both work in training: in a served model the router and the bias are fixed.
+Both act in training alone: in a served model, router and bias are fixed.
 
 After this page you can
 
@@ -81,7 +81,7 @@ from triton_gallery.counting import Traffic
 # token's logits. Counts have no gradient: for a step of training the
 # :math:`f_e` are constants. All :math:`P_e` add up to 1, so the step makes L
 # smaller by moving probability from experts with large loads to experts with
-# small ones. With equal loads, :math:`f_e = k / E`, L is k whatever the
+# small ones. If all loads are equal, :math:`f_e = k / E`, then L is k for any
 # :math:`P_e`, and its gradient is 0.
 #
 # ``Traffic`` counts the bytes that PyTorch's operators move; the *floor* is
@@ -309,7 +309,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # %%
 # The time includes ``loss_of``, where several PyTorch operators add up the
 # programs' rows: in the recorded run, ``torch.compile`` is faster up to 16384
-# tokens. The op has one kernel for that, and is faster at each size below.
+# tokens. The op has one kernel for that; *The result* compares it.
 #
 # The gradient
 # ------------
@@ -482,7 +482,7 @@ if __name__ == "__main__":
 # call of the op, and longer than for a call of PyTorch: the op gains time where
 # a CUDA graph replays it, or where other work keeps the GPU busy. No figure
 # here says what keeps its forward below half of the roof. The backward does
-# what ``gradient_kernel`` does: it reads the logits and writes as many numbers.
+# what ``gradient_kernel`` does, and is no faster than ``torch.compile``'s.
 
 
 def calls_for(T):
