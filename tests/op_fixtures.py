@@ -88,16 +88,15 @@ TAKEN: dict[str, tuple[ModuleType, object]] = {}  # the op of each recipe that w
 LOADED: dict[str, ModuleType] = {}  # each recipe that was imported last
 
 
-def end_ops_in(code: str) -> None:
-    """End ops that are about to be registered again: one that is made of others brings them along."""
-    for of in (LOADED, TAKEN):
-        for path, value in list(of.items()):
-            module = value[0] if isinstance(value, tuple) else value
-            libraries = (name for name, found in vars(module).items() if isinstance(found, torch.library.Library))
-            if any(f"{name} = Library(" in code for name in libraries):
-                end_ops(module)
-                if of is TAKEN:
-                    TAKEN[path] = module, None
+def end_ops_in(code: str, modules: dict[str, ModuleType]) -> list[str]:
+    """End the ops of modules that code registers again, and name these. An op that is made of others has them, too."""
+    ended = []
+    for path, module in modules.items():
+        libraries = (name for name, value in vars(module).items() if isinstance(value, torch.library.Library))
+        if any(f"{name} = Library(" in code for name in libraries):
+            end_ops(module)
+            ended.append(path)
+    return ended
 
 
 @pytest.fixture(scope="session")
@@ -107,7 +106,7 @@ def load_recipe(gallery: Path) -> Callable[[str], ModuleType]:
     def load(path: str) -> ModuleType:
         file = gallery / path
         end_ops(sys.modules.get(file.stem))
-        end_ops_in(file.read_text())
+        end_ops_in(file.read_text(), LOADED)
         for taken, (module, _) in TAKEN.items():
             TAKEN[taken] = module, None  # the recipe may register the same ops
         before = sys.dont_write_bytecode
@@ -142,7 +141,8 @@ def load_op(gallery: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
         assert op is not None, f"{path} hands over no op"
         end_ops(module)
         code = op.of("taken").code
-        end_ops_in(code)
+        for other in end_ops_in(code, {other: with_ops for other, (with_ops, _) in TAKEN.items()}):
+            TAKEN[other] = TAKEN[other][0], None
         folder = tmp_path_factory.mktemp("taken")  # torch.compile remembers modules by their names: none has it twice
         module = import_code(code, folder / f"{op.name}_{folder.name}_op.py")
         TAKEN[path] = module, purpose

@@ -64,8 +64,8 @@ def _norms_long_kernel(
     ACC: tl.constexpr,
     VEC: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    OFFSET: tl.constexpr = 0.0,  # added to the weight
-    LLAMA: tl.constexpr = False,  # whether x is rounded before it is scaled
+    OFFSET: tl.constexpr,  # added to the weight
+    LLAMA: tl.constexpr,  # whether x is rounded before it is scaled
 ):
     # VEC divides them, which the compiler learns here: it loads VEC at once.
     N, stride_xm = N // VEC * VEC, stride_xm // VEC * VEC
@@ -143,7 +143,7 @@ def _norms_long_sums_kernel(
     ACC: tl.constexpr,
     VEC: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    OFFSET: tl.constexpr = 0.0,
+    OFFSET: tl.constexpr,
 ):
     # VEC divides them, which the compiler learns here: it loads VEC at once.
     N, stride_xm = N // VEC * VEC, stride_xm // VEC * VEC
@@ -199,7 +199,7 @@ def _norms_long_gradients_kernel(
     VEC: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    OFFSET: tl.constexpr = 0.0,
+    OFFSET: tl.constexpr,
 ):
     # VEC divides them, which the compiler learns here: it loads VEC at once.
     N, stride_xm = N // VEC * VEC, stride_xm // VEC * VEC

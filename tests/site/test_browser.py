@@ -483,7 +483,7 @@ def test_performance_table_sorts_and_filters(page: Page, address: str) -> None:
     assert dates == sorted(dates)
     assert len(set(dates)) > 1
     words = page.get_by_label("Filter the table").first
-    words.fill("softmax_long")
+    words.fill("few_long_rows")
     assert rows.locator("visible=true").count() == 1
     expect(page.get_by_role("status").first).to_have_text(f"1 of {count} rows")
     words.fill("no such thing")
