@@ -77,14 +77,11 @@ from triton_gallery.counting import Traffic
 #    P_e = \frac{1}{T} \sum_t p_{t,e},
 #
 # where :math:`c_e` counts the choices of expert :math:`e`, its *load*, and
-# :math:`p_{t,e}` is its probability for token :math:`t`: the softmax of the
-# token's logits. Counts have no gradient: for a step of training the
-# :math:`f_e` are constants. All :math:`P_e` add up to 1, so the step makes L
-# smaller by moving probability from experts with large loads to experts with
-# small ones. If all loads are equal, :math:`f_e = k / E`, then L is k for any
-# :math:`P_e`, and its gradient is 0.
-#
-# ``Traffic`` counts the bytes that PyTorch's operators move; the *floor* is
+# :math:`p_{t,e}` is the softmax of token t's logits. Counts have no gradient:
+# in a step of training :math:`f_e` is constant. All :math:`P_e` add up to 1: to
+# lower L, the step moves probability from experts with large loads to those
+# with small ones. With equal loads L is k for any :math:`P_e`: its gradient is
+# 0. ``Traffic`` counts the bytes that PyTorch's operators move; the *floor* is
 # what any kernel must read: logits and chosen experts, once.
 
 generator = torch.Generator(device=DEVICE).manual_seed(0)
@@ -193,9 +190,8 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# We take 128 experts and 8 choices, as in Qwen3-MoE, in bfloat16, for T tokens.
-# The rate counts the bytes of the floor; the *roof* is the rate of a copy of as
-# many bytes.
+# 128 experts, 8 choices, as in Qwen3-MoE; T tokens in bfloat16. Rates count the
+# bytes of the floor; the *roof* is the rate of a copy of as many bytes.
 
 E, CHOICES = 128, 8
 

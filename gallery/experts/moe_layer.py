@@ -75,10 +75,9 @@ from triton_gallery.bench import gpu_time, rate_table
 # In PyTorch
 # ----------
 #
-# ``x`` (T, H) has T tokens. A router (``moe_routing.py``) chose k of E experts
-# for each: ``experts`` and ``weights`` (T, k). The experts' own weights are
-# ``gate_up`` (E, 2 F, H) and ``down`` (E, H, F), as in transformers. An expert
-# computes two products, SwiGLU, ``silu(gate) * up``, and the one with ``down``.
+# ``x`` (T, H) has T tokens. A router chose k of E experts for each: ``experts``
+# and ``weights`` (T, k). Experts have weights ``gate_up`` (E, 2 F, H) and
+# ``down`` (E, H, F); SwiGLU, ``silu(gate) * up``, comes between both products.
 
 draw = {"generator": torch.Generator(DEVICE).manual_seed(0), "device": DEVICE}
 # Triton's interpreter multiplies bfloat16 wrongly.
@@ -114,16 +113,10 @@ def make_inputs(T, E, k, H, F):
 # * ``offsets`` says where each expert's part of ``order`` ends: 4 5 8;
 # * ``inverse`` has the place of each number in ``order``: 5 for choice 1.
 #
-# The layer then has three steps: ``hidden_kernel`` computes ``h``, SwiGLU's
-# output; PyTorch's ``grouped_mm`` multiplies each expert's rows of ``h`` by its
-# ``down``; and the rows of a token are added up, at first by PyTorch.
-#
-# ``offsets`` says how many rows an expert has, but lies in the GPU's memory:
-# the CPU would have to wait to read it. So the grid has a program for each
-# expert and BLOCK_N columns of ``h``, and the program loops over the expert's
-# rows. It loads BLOCK_M numbers of ``order`` and their rows of ``x``, without a
-# copy. ``tl.dot(a, b, acc)`` returns ``acc + a @ b``: ``a`` and ``b`` have one
-# dtype, ``acc`` is float32.
+# The layer has three steps: ``hidden_kernel`` computes SwiGLU's output ``h``,
+# ``grouped_mm`` its product with ``down``, and a token's rows are added up. The
+# CPU would have to wait to read ``offsets``: so the grid has a program for each
+# expert and BLOCK_N columns of ``h``. It loops over the expert's rows of ``x``.
 
 
 def sort(experts, E):
@@ -178,8 +171,7 @@ def hidden(x, gate_up, order, offsets, k, tile=(128, 128, 64)):
     assert all(t.is_contiguous() for t in (x, gate_up, order, offsets))
     h = x.new_empty(len(order), F)
     tensors = x, gate_up, h, order, offsets
-    # 4 warps are 128 threads: gate and up would be 256 numbers in each, which
-    # has 255 registers.
+    # With 4 warps, gate and up would take 256 of a thread's 255 registers.
     hidden_kernel[(F // tile[1], E)](*tensors, k, H, F, *tile, num_warps=8)
     return h
 
@@ -199,10 +191,9 @@ def layer(x, weights, experts, gate_up, down, hidden=hidden, add=sum_torch):
 # Is it right?
 # ------------
 #
-# We compare with the loop in float64. ``h``, the experts' results and the sum
-# are each rounded to 16 bits, by at most half an eps: 1.5 eps in all. A small
-# result can be the difference of large terms, so we compare with the largest
-# result, and allow 4 eps of it.
+# We compare with the loop in float64. Three results are rounded to 16 bits, by
+# half an eps each at most. Where large terms cancel, their errors stay, so we
+# allow 4 eps of the largest result.
 
 
 def check(ours, reference=loop):
