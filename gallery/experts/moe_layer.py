@@ -113,10 +113,10 @@ def make_inputs(T, E, k, H, F):
 # * ``offsets`` says where each expert's part of ``order`` ends: 4 5 8;
 # * ``inverse`` has the place of each number in ``order``: 5 for choice 1.
 #
-# The layer has three steps: ``hidden_kernel`` computes SwiGLU's output ``h``,
-# ``grouped_mm`` its product with ``down``, and a token's rows are added up. The
-# CPU would have to wait to read ``offsets``: so the grid has a program for each
-# expert and BLOCK_N columns of ``h``. It loops over the expert's rows of ``x``.
+# ``hidden_kernel`` computes SwiGLU's output ``h``, ``grouped_mm`` its product
+# with ``down``; then a token's rows are added up. The CPU would have to wait to
+# read ``offsets``, so there is a program for each expert and BLOCK_N columns of
+# ``h``. Each loads BLOCK_M of its rows of ``x`` at a time, without a copy.
 
 
 def sort(experts, E):
