@@ -239,7 +239,7 @@ def _fused_quantize_rms_norm_kernel(
             x = following.to(ACC)
             # The next rows are on their way while these are reduced.
             later = tile + programs
-            there = mask & (later < tiles)
+            there = offs_n < tl.where(later < tiles, N, 0)
             following = _fused_quantize_tile(
                 x_ptr, later, M, stride_xm, offs_n, there, BLOCK_M
             )
