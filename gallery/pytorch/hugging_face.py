@@ -111,8 +111,7 @@ def batch(model, shape=SHAPE):
     """Return random tokens, which are their own labels."""
     V = model.config.vocab_size
     ids = torch.randint(V, shape, generator=generator, device=DEVICE)
-    mask = torch.ones_like(ids)
-    return {"input_ids": ids, "labels": ids, "attention_mask": mask}
+    return {"input_ids": ids, "labels": ids}
 
 
 def step(model, inputs):
@@ -342,8 +341,8 @@ from triton_gallery_ops.linear_cross_entropy import linear_cross_entropy
 class ModelWithoutLogits(LlamaForCausalLM):
     """Llama that returns its loss alone; it serves ``step``."""
 
-    def forward(self, input_ids, labels, attention_mask, use_cache):
-        hidden = self.model(input_ids, attention_mask, use_cache=use_cache)[0]
+    def forward(self, input_ids, labels, use_cache):
+        hidden = self.model(input_ids, use_cache=use_cache)[0]
         hidden = hidden[:, :-1].flatten(0, 1)  # each predicts the next token
         following = labels[:, 1:].flatten()
         loss = linear_cross_entropy(hidden, self.lm_head.weight, following)

@@ -114,6 +114,16 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
+# Classes that make the mask of their layers from the positions of tokens
+MODELS = (
+    "GPT2Model",
+    "GemmaModel",
+    "LlamaModel",
+    "MistralModel",
+    "MixtralModel",
+    "Qwen3Model",
+    "Qwen3MoeModel",
+)
 ATTENTION = (
     "BertCrossAttention",
     "BertSelfAttention",
@@ -290,6 +300,36 @@ def _forward_attention(base):
     return copied
 
 
+def _forward_model(base):
+    """Return a forward that makes no mask where none is needed.
+
+    Given no mask and no cache, the library looks at the positions, because a
+    row may be several sequences packed, and under torch.compile, which cannot
+    look, it makes a mask. But positions that the model counts itself are those
+    of one sequence. The library passes a mask of four dimensions on as it is:
+    one without elements stands for none.
+    """
+    names = list(inspect.signature(base.forward).parameters)[1:]
+
+    def forward(self, *args, **kwargs):
+        given = dict(zip(names, args, strict=False), **kwargs)
+        told = "attention_mask", "position_ids", "cache", "past_key_values"
+        x = given.get("input_ids")
+        x = given.get("inputs_embeds") if x is None else x
+        window = getattr(self.config, "sliding_window", None)
+        if (
+            x is not None
+            and all(given.get(name) is None for name in told)
+            and self.config._attn_implementation == NAME
+            and getattr(self.config, "is_causal", True)
+            and (window is None or x.shape[1] <= window)
+        ):
+            given["attention_mask"] = x.new_empty((1, 1, 1, 0))
+        return super(_Patched, self).forward(**given)
+
+    return forward
+
+
 def _forward_loss(base):
     """Return a forward that computes a loss without logits, in training."""
     names = list(inspect.signature(base.forward).parameters)[1:]
@@ -357,6 +397,7 @@ def _loss(
 FORWARDS: dict[str, Callable[[type], Callable[..., Any]]] = {
     "layer_norm": lambda base: _forward_layer_norm,
     "linear_cross_entropy": _forward_loss,
+    "model": _forward_model,
     "moe_layer": lambda base: _forward_experts,
     "rms_norm": lambda base: (
         _forward_gemma_norm
@@ -662,6 +703,8 @@ def _attention(
     """Compute attention as the library's sdpa_attention_forward does."""
     batch, _, queries, _ = query.shape
     keys = key.shape[2]
+    if attention_mask is not None and attention_mask.numel() == 0:
+        attention_mask = None  # _forward_model made it
     window, softcap = kwargs.get("sliding_window"), kwargs.get("softcap")
     packing = None
     if attention_mask is not None and attention_mask.dtype == torch.int32:
@@ -851,8 +894,12 @@ def patch(model: nn.Module) -> Report:
     head = head or config.hidden_size // config.num_attention_heads
     if head <= HEAD:
         _set_attention(model, NAME)
-        names = [type(layer).__name__ for layer in model.modules()]
-        attentions = sum(name in ATTENTION for name in names)
+        layers = [(type(layer).__name__, layer) for layer in model.modules()]
+        attentions = sum(name in ATTENTION for name, _ in layers)
+        for name, layer in layers:
+            if name in MODELS:
+                base = type(layer)
+                layer.__class__ = _patched_class(base, "model")
         counts["flash_attention, varlen_attention"] = attentions
     else:
         report.left["attention"] = f"heads have more than {HEAD} elements"

@@ -453,6 +453,22 @@ def test_several_queries_with_a_cache(
     torch.testing.assert_close(*logits, **TIGHT)
 
 
+@pytest.mark.parametrize("kind", [kind for kind in CAUSAL if kind != "gemma2"])  # which has a soft cap
+def test_positions_of_the_model_s_own_are_not_searched(
+    pair: Callable[[str], tuple[Any, Any]], hf: ModuleType, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Without a mask and a cache the library asks the positions whether rows are packed, with a wait for the GPU."""
+    model, patched = pair(kind)
+    expected = model(tokens(), use_cache=False).logits
+    searched: list[Any] = []
+    monkeypatch.setattr(hf.masking_utils, "find_packed_sequence_indices", searched.append)
+    actual = patched(tokens(), use_cache=False).logits
+    torch.testing.assert_close(actual, expected, **TIGHT)
+    assert not searched
+    patched(tokens(), position_ids=torch.arange(LENGTH, device=DEVICE)[None], use_cache=False)
+    assert searched  # the caller's positions may be of packed rows
+
+
 # What the library's sdpa computes
 SDPA = {
     "dropout": ("gpt2", {"attn_pdrop": 0.5}, {"attention_mask": "left"}),
@@ -802,7 +818,7 @@ def keep_backward(module, inputs):
     return module
 
 
-for masked, train in ((False, False), (True, True)):
+for masked, train in ((False, False), (True, True), (False, True)):
     torch._dynamo.reset()
     graphs.clear()
     with FakeTensorMode():
@@ -832,7 +848,7 @@ def test_torch_compile_makes_one_graph(hf: ModuleType) -> None:
     done = subprocess.run(
         [sys.executable, "-c", GRAPHS], env={**os.environ, **variables}, capture_output=True, text=True, check=False
     )
-    assert done.stdout == "1 False 0\n1 False 0\n", done.stderr
+    assert done.stdout == 3 * "1 False 0\n", done.stderr
 
 
 # `make models`
