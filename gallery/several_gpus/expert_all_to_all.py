@@ -24,7 +24,7 @@ GPU, take ``moe_layer.py``; between hosts, a library such as NCCL or DeepEP.
 
 After this page you can
 
-* compute on the GPU where each row goes in another GPU's memory;
+* find, without the CPU, the place of each row in another GPU's memory;
 * exchange counts of rows between GPUs while no CPU waits;
 * run a whole layer of experts on several GPUs, also in a CUDA graph.
 """
@@ -146,13 +146,15 @@ def judge_load(kernel):
 #
 # One process, a *rank*, runs this script for each GPU: see ``peer_memory.py``.
 # Expert e is on rank ``e // LOCAL``. Choice j of token t has the number
-# ``t * k + j``. ``moe_routing_permutation`` sorts choices by expert: ``order``
-# has their numbers, ``inverse`` each choice's position, ``offsets`` each
-# expert's end. ``all_to_all_single`` moves rows between ranks, one for each
-# choice, even when several choices of a token are on one rank. The CPU passes
-# how many rows go where, so it waits for the counts. Rows arrive sorted by the
-# rank that sent them, then by expert; a last sort is by expert alone.
-# ``make_inputs``, in the fold at the top, draws rows, and k experts of a token.
+# ``t * k + j``. ``moe_routing_permutation`` sorts the choices by expert:
+# ``order`` lists them in that order, ``inverse[c]`` is choice c's position in
+# it, and expert e's choices end before position ``offsets[e]``.
+#
+# ``all_to_all_single`` moves rows between ranks, one for each choice, even when
+# several choices of a token are on one rank. The CPU passes how many rows go
+# where, so it waits for the counts. Rows arrive sorted by the rank that sent
+# them, then by expert; a last sort is by expert alone. ``make_inputs``, in the
+# fold at the top, draws rows, and k experts for each token.
 
 ON_GPU = DEVICE.type == "cuda"
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
@@ -189,7 +191,7 @@ def megabytes_sent(T):
 if __name__ == "__main__":
     say(f"{RANKS} ranks, {LOCAL} experts on each, {k} choices of a token")
     for T in TOKENS:
-        say(f"{T} tokens: a GPU sends {megabytes_sent(T):.3f} MB to others")
+        say(f"{T} tokens: a GPU sends {megabytes_sent(T):.3g} MB to others")
 
 # %%
 # The first kernel
@@ -197,10 +199,10 @@ if __name__ == "__main__":
 #
 # ``places[c]`` is the number of choice c's row in the memory of its expert's
 # rank. ``table`` has the address of each rank's memory; ``.to(x_ptr.dtype)``
-# makes a pointer of it. A program loads part of a token's row once and stores
-# it k times. Triton cannot see that a loaded address is aligned:
-# ``tl.multiple_of`` promises that 16 divides it. Triton does see that 16
-# divides H, so a thread may store 16 bytes at once.
+# makes a pointer of it, as ``x_ptr`` is one. A program loads part of a token's
+# row once and stores it k times. Triton cannot see that a loaded address is
+# aligned: ``tl.multiple_of`` promises that 16 divides it. Triton does see that
+# 16 divides H, so a thread may store 16 bytes at once.
 
 
 @triton.jit
@@ -221,23 +223,23 @@ def send_kernel(
 def send(x, experts, places, table, BLOCK=2048):
     """Store each token's row where its choices belong."""
     T, k = experts.shape
-    assert max(TOKENS) >= T, "rows could be stored past a rank's memory"
+    assert 0 < T <= max(TOKENS), "no tokens, or more than memory is for"
     assert x.shape == (T, H)
     assert x.is_contiguous()
     assert experts.is_contiguous()
-    grid = T, triton.cdiv(H, BLOCK)  # 16 elements for each of 128 threads
+    grid = T, triton.cdiv(H, BLOCK)  # tokens, and parts of a row
     send_kernel[grid](x, experts, places, table, k, LOCAL, H, BLOCK=BLOCK)
 
 
 # %%
-# Which row? An expert's rows are sorted by the rank that sends them. So the row
-# is where the expert starts on its rank, plus the number of rows from lower
-# ranks, plus the choice's position among this rank's choices of the expert.
-# ``inverse`` is a position among *all* choices of this rank: ``base`` has the
-# first two numbers, less where the expert's choices start in that order. Say an
-# expert starts at row 40, lower ranks send it 2 rows, and ``inverse`` is 10, 11
-# and 12: ``base`` is 40 + 2 - 10, and the rows are 42, 43 and 44. No atomic
-# counter hands out rows, so their order is deterministic.
+# Which row? An expert's rows are sorted by the rank that sends them. A row is
+# ``start + rows from lower ranks + inverse - start_here``: ``start`` is the
+# expert's first row on its rank, and ``start_here`` its first position among
+# this rank's sorted choices. All but ``inverse`` is the same for all choices of
+# an expert, their ``base``. Say an expert starts at row 40, lower ranks send it
+# 2 rows, and here its choices begin at position 10. Then ``base`` is 40 + 2 -
+# 10, and positions 10, 11 and 12 are rows 42, 43 and 44. No atomic counter
+# hands out rows, so their order is deterministic.
 
 
 def places_torch(experts):
@@ -247,14 +249,15 @@ def places_torch(experts):
     counts = own.new_empty(RANKS, E)
     dist.all_gather([*counts], own)
     total = counts.sum(0).view(RANKS, LOCAL)
-    start = (total.cumsum(1) - total).flatten()  # of an expert, on its rank
-    start_here = offsets - own  # of an expert, among this rank's choices
+    start = (total.cumsum(1) - total).flatten()  # (E,)
+    start_here = offsets - own  # (E,)
     base = start + counts[:RANK].sum(0) - start_here
     return base.int()[experts.flatten()] + inverse
 
 
 CAPACITY = RANKS * max(TOKENS) * k  # rows: all may choose experts of one rank
-# Symmetric memory: this rank's tensor, and the addresses of all ranks' tensors
+# ``shared``, in the fold at the top, returns zeros in symmetric memory and an
+# int64 table of all ranks' addresses. All ranks call it in the same order.
 rows, rows_table = shared(CAPACITY, H, dtype=DTYPE)
 
 # %%
@@ -279,8 +282,7 @@ if __name__ == "__main__":
 # ---------
 #
 # Only the sending is timed, on all ranks at once: places and counts are known,
-# and *PyTorch* sends as many rows. The GPU sleeps before each timed call, so
-# that the CPU is ahead. The rate counts the bytes that a GPU sends to others.
+# and *PyTorch* sends as many rows. The rate counts bytes sent to other GPUs.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     times_send = {}
@@ -302,7 +304,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     say(results_send.to_string())
     for T, of in times_send.items():
         ratio = of["PyTorch"][0] / of["Triton"][0]
-        say(f"{T} tokens: PyTorch takes {ratio:.2f} times as long")
+        say(f"{T} tokens: Triton {of['Triton'][0]:.3f} ms,", end=" ")
+        say(f"PyTorch {ratio:.2f} times as long")
 
 # %%
 # Counts that no CPU sees
@@ -313,18 +316,19 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # counts and rows, and the CPU waits for nothing. Each rank has a *pad* in
 # symmetric memory: a flag for each rank, then E counts from each rank. One
 # program writes this rank's counts to all pads, waits at a barrier, and
-# computes each ``base`` from its own pad.
+# computes a ``base`` for each of the E experts from its own pad.
 #
 # The barrier is that of ``peer_memory.py``: set this rank's flag on every pad,
 # then wait for each flag on its own pad and clear it. A rank that sees a flag
 # by ``acquire`` sees all that was written before it was set by ``release``.
-# Tries are counted: a rank that failed would otherwise keep the other GPUs busy
-# forever. With none left, ``late`` becomes 1, and no later result may be used.
+# Tries are counted, and that page prints how long they last: a rank that failed
+# would otherwise keep the other GPUs busy forever. With none left, ``late``
+# becomes 1, and no later result may be used. ``dispatch`` does not look at
+# ``late``, as the CPU would wait: do so once in a while.
 #
-# ``plan_kernel`` has the names of ``places_torch``: for each peer, ``base``
-# begins at -``start_here``, the loop over sources adds the lower ranks' counts,
-# and ``ends - total`` is ``start``. At first ``offs`` numbers all E experts, in
-# the loop over peers the LOCAL experts of one.
+# ``plan_kernel`` does what ``places_torch`` does, for the experts of one rank
+# after the other. Both have the same names: ``base`` begins at -``start_here``,
+# the loop over sources adds the lower ranks' counts, and at last ``start``.
 
 
 @triton.jit
@@ -369,31 +373,33 @@ def plan_kernel(
     LOCAL,
     BLOCK: tl.constexpr,  # at least E
 ):
-    offs = tl.arange(0, BLOCK)  # (BLOCK,)
+    offs = tl.arange(0, BLOCK)  # of all experts, then of one rank's
     starts_ptr = offsets_ptr - 1  # an expert starts where the previous ends
-    inside = (offs > 0) & (offs < E)
-    start_here = tl.load(starts_ptr + offs, mask=inside, other=0)
-    own = tl.load(offsets_ptr + offs, mask=offs < E) - start_here
+    inside = (offs > 0) & (offs < E)  # expert 0 starts at 0
+    first = tl.load(starts_ptr + offs, mask=inside, other=0)
+    own = tl.load(offsets_ptr + offs, mask=offs < E) - first  # (BLOCK,)
     for peer in range(RANKS):
         pad_ptr = tl.load(pads_ptr + peer).to(tl.pointer_type(tl.int32))
         tl.store(pad_ptr + RANKS + rank * E + offs, own, mask=offs < E)
     meet(pads_ptr, late_ptr, rank, tries, RANKS)
     pad_ptr = tl.load(pads_ptr + rank).to(tl.pointer_type(tl.int32))
+    mask = offs < LOCAL
     for peer in range(RANKS):
-        expert = peer * LOCAL + offs
-        inside = (expert > 0) & (offs < LOCAL)
+        expert = peer * LOCAL + offs  # (BLOCK,)
+        inside = mask & (expert > 0)
         start_here = tl.load(starts_ptr + expert, mask=inside, other=0)
         base = -start_here
         total = tl.zeros((BLOCK,), dtype=tl.int32)
         for source in range(RANKS):
             ptrs = pad_ptr + RANKS + source * E + expert
-            counts = tl.load(ptrs, mask=offs < LOCAL, other=0)
+            counts = tl.load(ptrs, mask=mask, other=0)
             base += tl.where(source < rank, counts, 0)  # lower ranks' rows
             total += counts
         ends = tl.cumsum(total, axis=0)  # of the peer's experts, on the peer
-        tl.store(bases_ptr + expert, ends - total + base, mask=offs < LOCAL)
+        start = ends - total
+        tl.store(bases_ptr + expert, base + start, mask=mask)
         if peer == rank:
-            tl.store(ends_ptr + offs, ends, mask=offs < LOCAL)
+            tl.store(ends_ptr + offs, ends, mask=mask)
 
 
 _, pads = shared(RANKS * (1 + E), dtype=torch.int32)  # flags begin at 0
@@ -415,15 +421,16 @@ def dispatch(x, experts):
     places = bases[experts.flatten()] + inverse
     send(x, experts, places, rows_table)
     barrier()
-    return rows, ends, places  # rows last until the next dispatch
+    return rows, ends, places  # the first ends[-1] rows, until the next call
 
 
 # %%
-# After the second barrier, all rows have come. Can a rank overwrite rows that
-# another rank still computes with? No: it first waits at the next dispatch's
-# first barrier, in ``plan_kernel``, which the other rank reaches when its
-# computation has ended. Counts on a pad may be overwritten after the second
-# barrier: every rank has read its pad.
+# After the second barrier, all rows have come: ``barrier_kernel`` starts after
+# ``send_kernel`` has ended, in the same stream, so its ``release`` covers these
+# rows. Can a rank overwrite rows that another rank still computes with? No: it
+# first waits at the next dispatch's first barrier, in ``plan_kernel``, which
+# the other rank launches after its computation, in the same stream. Counts on a
+# pad may be overwritten after the second barrier: every rank has read its pad.
 
 if __name__ == "__main__":
     rows.zero_()
@@ -445,8 +452,8 @@ if __name__ == "__main__":
 # every rank reaches after its fetch.
 #
 # In the check, experts add their rank's number to a row. Storing a sum rounds
-# it by half an ``eps`` at most. For k products and additions in float32 we add
-# 2 k ``eps`` of float32, of the largest sum.
+# it by half an ``eps`` at most. Each of the k products and k additions may be
+# off by one float32 ``eps`` of the largest sum: 2 k ``eps`` in all.
 
 
 @triton.jit
@@ -504,6 +511,7 @@ def combine(experts, weights, places, BLOCK=2048):
 
 if __name__ == "__main__":
     returned[: len(expected)] = expected + RANK  # stands for the experts
+    # Of 64 tokens: in float64, the rows of all may take gigabytes
     x_64, experts_64, weights_64 = x[:64], experts[:64], weights[:64]
     out = combine(experts_64, weights_64, places)
     wide = x_64.double()[:, None] + (experts_64 // LOCAL)[:, :, None]
@@ -513,7 +521,7 @@ if __name__ == "__main__":
     torch.testing.assert_close(out.double(), exact, rtol=rtol, atol=atol)
     worst = ((out - exact).abs() / (atol + rtol * exact.abs())).max()
     say(f"sums up to {largest:.1f}; error / allowed: {worst:.2f} at most")
-    say(f"memory for each direction: {rows.nbytes / 1e9:.3f} GB on a GPU")
+    say(f"memory for each direction: {rows.nbytes:,} bytes on a GPU")
 
 # %%
 # The op
@@ -532,9 +540,9 @@ from triton_gallery_ops.expert_all_to_all import (
 )
 
 # %%
-# All ranks create memory together, once, and then pass it to each call. On GPUs
-# leave out ``allocate``: the op takes PyTorch's symmetric memory.
-# ``shared_bytes`` does so as well, and has memory where there is no GPU.
+# All ranks create memory together, once, and then pass it to each call. Without
+# ``allocate``, ``expert_all_to_all_memory`` takes PyTorch's symmetric memory.
+# We pass ``shared_bytes``, so that the page also runs without a GPU.
 
 
 def memory_for(T, float8=False, capacity=None):
@@ -622,8 +630,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # ``quantize`` makes float8 rows, with a scale for each group of 128 elements.
 # They are half as many bytes, and ``grouped_matmul_fp8`` multiplies them as
-# they come. They have to arrive with their scales: made wide again, they equal
-# what ``dispatch_torch`` sends.
+# they come. They have to arrive with their scales: dequantized after the trip,
+# they equal rows dequantized before it, which ``dispatch_torch`` sends.
 
 
 def dispatch_op(x, experts, memory):
@@ -654,11 +662,11 @@ if __name__ == "__main__":
 #
 # *Triton* is the op, *Triton, this page* is ``dispatch``, and *PyTorch* is
 # ``dispatch_torch`` and ``combine_torch``. A dispatch begins with chosen
-# experts and ends with rows sorted by expert. *Roof* is what a link carries:
-# the rate at which PyTorch copies the bytes of the most tokens to the next
-# rank, drawn at each number of tokens. *PyTorch* waits for the counts, so the
-# CPU time of its dispatch includes the GPU's sleep. Below the chart, the GPU's
-# time of the op comes with its CPU time, and *PyTorch / op* divides GPU times.
+# experts and ends with rows sorted by expert. *Roof* is the rate of one large
+# copy to the next rank, the same line for all sizes. ``gpu_time`` has the GPU
+# sleep before each call. *PyTorch* waits for the counts, so the CPU time of its
+# dispatch includes this sleep. The run prints the op's times and rates, and
+# *PyTorch / op* divides GPU times.
 
 
 def copy_to_next():
@@ -707,8 +715,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     for name, of in (("dispatch", times), ("combine", times_combine)):
         for T, calls in of.items():
             op, other = calls["Triton"], calls["PyTorch"]
+            rate = megabytes_sent(T) / op[0]
             say(f"{name}, {T} tokens:")
-            say(f"  op: GPU {op[0]:.3f} ms, CPU {op[3] / 1e3:.3f} ms")
+            say(f"  op: {rate:.0f} GB/s, GPU {op[0]:.3f} ms,", end=" ")
+            say(f"CPU {op[3] / 1e3:.3f} ms")
             waits = " (PyTorch waits for its CPU)" if other[4] else ""
             say(f"  PyTorch / op, GPU: {other[0] / op[0]:.2f}{waits}")
     for T, calls in times.items():
@@ -720,8 +730,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # %%
 # The rest of a dispatch is routing, plan and barriers. The time of float8
 # includes ``quantize``. Where a call's CPU time exceeds its GPU time, use a
-# CUDA graph. On the combine chart, *Triton* first copies results to where other
-# ranks read them; *in place*, experts have written them there.
+# CUDA graph. In a combine, *Triton* first copies results to where other ranks
+# read them; *Triton, in place* is the op when experts have written them there.
 #
 # Exercises
 # ---------
@@ -730,10 +740,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # without GPUs: it says whether the kernel is right. One rank alone cannot show
 # that a row went to the wrong rank. The checks are in the fold at the top.
 #
-# **1.** Float8 rows have a float32 scale each, which has to travel as well. For
-# each choice c of token t, store scale t in element ``places[c]`` of the tensor
-# on the rank of expert ``experts[c]``. A program has BLOCK of the N choices;
-# their addresses differ. The arguments are ``scales_ptr, experts_ptr,
+# **1.** Say that each row has one float32 scale, which has to travel as well.
+# For each choice c of token t, store scale t in element ``places[c]`` of the
+# tensor on the rank of expert ``experts[c]``. A program has BLOCK of the N
+# choices; their addresses differ. The arguments are ``scales_ptr, experts_ptr,
 # places_ptr, table_ptr, N, k, LOCAL, BLOCK``.
 
 scale_kernel = None  # your kernel

@@ -33,12 +33,12 @@ assert not p.check_sum(None)
 for N in (1, 7, 2049, 5000):
     for turn in range(3):
         p.x.mine[:N] = p.numbers_of(p.RANK, N) + turn
-        assert torch.equal(p.exchange_at_once(N), p.numbers_of(p.NEXT, N) + turn)
+        assert torch.equal(p.exchange_at_once(p.x, N), p.numbers_of(p.NEXT, N) + turn)
 assert p.late.item() == 0
 p.meet_ranks()
 if p.RANK == 0:
     p.TRIES = 100
-    p.barrier()  # where no other rank comes
+    p.barrier(p.x)  # where no other rank comes
 assert p.late.item() == (p.RANK == 0 and p.RANKS > 1)
 p.meet_ranks()
 print(f"checked {p.RANK}\\n", end="")
