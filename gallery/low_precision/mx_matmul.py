@@ -452,8 +452,8 @@ if __name__ == "__main__":
 # most 4 significant bits, bfloat16 has 8, and a scale changes the exponent.
 #
 # *NVFP4* is NVIDIA's format of 4 bits. Each group of 16 numbers in ``e2m1`` has
-# a scale in ``e4m3``. Each matrix has one more, in float32; at the end, a kernel
-# multiplies ``acc`` by both (``scaled_kernel`` does not). ``scaled_kernel``
+# a scale in ``e4m3``. Each matrix has one more, in float32: a kernel multiplies
+# ``acc`` by both at its end (``scaled_kernel`` does not). ``scaled_kernel``
 # compiles for NVFP4: scales in ``e4m3`` mean groups of 16. ``scaled_product``
 # does not take it, as Triton's interpreter reads all scales as powers of two
 # and could not check it.
