@@ -38,9 +38,10 @@ a row share a scale of one byte. ``tl.dot_scaled`` multiplies two such tiles
 with their scales. NVIDIA's B200 and AMD's MI350 have an instruction for that.
 For an H100, which has none, Triton compiles ``tl.dot_scaled`` to code that
 decodes each tile to bfloat16. There, MX formats are for models whose weights
-come in them: with few rows of ``x``, use this page's op; with many, decode both
-matrices once to bfloat16 and call ``torch.matmul``. For float8 on an H100, see
-``fp8_matmul.py`` and ``block_scaled_matmul.py``.
+come in them. If the left matrix has few rows, use this page's op; if many,
+decode both matrices once to bfloat16 and call ``torch.matmul`` (*The result*
+says at which sizes). For float8 on an H100, see ``fp8_matmul.py`` and
+``block_scaled_matmul.py``.
 
 After this page you can
 
