@@ -14,10 +14,10 @@
 # [[tool.triton-gallery.step_through]]
 # kernel = "int4_kernel"
 # caption = """
-# Two rows of x times a 2 x 16 weight, in groups of 8. A word holds the eight
-# codes of a row and a group as hexadecimal digits, the first one lowest: 82451
-# is 0x14213. Codes past the last digit, three here, are 0. words[0] has group
-# 0, and words[1] group 1."""
+# Two rows of x times a 2 x 16 weight, in groups of 8 (a GPU needs larger
+# blocks). A word holds the eight codes of a row and a group as hexadecimal
+# digits, the first one lowest: 82451 is 0x14213. Codes past the last digit,
+# three here, are 0. words[0] has group 0, and words[1] group 1."""
 # registers = ["words", "codes", "w", "acc"]
 # call = """int4_kernel[1, 1, 1](x, pack_in_order(codes, 8), scale, zero, y,
 #     2, 2, 16, 2, 2, 8, unpack_in_order)"""
@@ -37,9 +37,9 @@ r"""
 
 To write one token, a language model reads all of its weights. With weights of 4
 bits instead of 16, it could write up to four times as fast, if unpacking cost
-no time. This page unpacks weights in registers, on their way to the tensor
-cores. With many rows at a time, as when a model reads a prompt, arithmetic
-takes the time, and 4-bit weights save only memory.
+no time (*The result* shows what we reach). This page unpacks weights in
+registers, on their way to the tensor cores. With many rows at a time, as when a
+model reads a prompt, arithmetic takes the time: 4-bit weights save only memory.
 
 After this page you can
 
@@ -123,8 +123,8 @@ def draw_words(pack):
 #
 # .. math:: w = (\mathrm{code} - \mathrm{zero}) \cdot \mathrm{scale}.
 #
-# The scale is the distance between neighbouring weights, the zero point is the
-# code of the weight 0. With such weights ``W`` (N, K), we compute ``x @ W.T``.
+# So a weight has one of 16 values, ``scale`` apart, and the zero point is the
+# code of the value 0. With such weights ``W`` (N, K), we compute ``x @ W.T``.
 
 GROUP = 128
 
@@ -190,7 +190,7 @@ def int4_kernel(
 ):
     # In int32 the offset of a row would overflow past element 2**31.
     pid_n = tl.program_id(axis=0).to(tl.int64)  # rows of W
-    pid_k = tl.program_id(axis=1).to(tl.int64)  # part of K, at first all of it
+    pid_k = tl.program_id(axis=1).to(tl.int64)  # part of K; all for splits=1
     pid_m = tl.program_id(axis=2).to(tl.int64)  # rows of x
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]  # (BLOCK_N, 1)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]  # (1, BLOCK_M)
@@ -234,8 +234,8 @@ def multiply(x, words, scale, zero, UNPACK=unpack_in_order, splits=1):
 # Is it right?
 # ------------
 #
-# Each of the ``K`` additions may be off by float32's ``eps``, :math:`2^{-23}`,
-# of the sum of the terms' magnitudes; the store in float16, by :math:`2^{-11}`.
+# Each of the ``K`` additions may be off by :math:`2^{-23}` of the sum of the
+# terms' magnitudes. The store in float16 rounds by :math:`2^{-11}` of a result.
 
 
 def check(function, pack):
@@ -256,9 +256,9 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# One row times weights of three sizes, N x K. *Roof* is an addition that moves
-# as many bytes as codes, scales and zero points have, 4 + 2 * 16 / 128 bits a
-# weight. Rates count these bytes even for cuBLAS, which reads 16 bits a weight.
+# One row times weights (N x K). *Roof* is an addition that moves as many bytes
+# as codes, scales and zero points have. Rates count these bytes even for
+# cuBLAS, which reads 16 bits a weight.
 
 
 def show_rates(ours):
@@ -304,13 +304,12 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Floats without a conversion
 # ---------------------------
 #
-# Our kernel reads fewer bits than cuBLAS, and is slower. What does it do
-# besides reading? A program's 128 threads (4 warps of 32, Triton's default)
-# share a tile of 64 x 128 codes, so in each group a thread converts 64 codes
-# from integers to floats. And ``reshape`` leaves codes in threads that do not
-# multiply them, so they move through *shared memory*, which all threads of a
-# program reach. A trick with bits avoids the conversion, and another order of
-# the codes avoids the moves.
+# Our kernel reads about a quarter of cuBLAS's bits. What else does it do? A
+# program's 128 threads (4 warps of 32, Triton's default) share a tile of 64 x
+# 128 codes, so in each group a thread converts 64 codes from integers to
+# floats. And ``reshape`` leaves codes in threads that do not multiply them, so
+# they move through *shared memory*, which all threads of a program reach. A
+# trick with bits avoids the conversion, another order of codes the moves.
 #
 # A float16 number has a sign, five bits of exponent and ten of *mantissa* (its
 # digits after the first). From 1024 to 2047, neighbouring numbers are 1 apart:
@@ -328,11 +327,12 @@ if __name__ == "__main__":
 # unpacks the other six codes.
 #
 # Which codes should share a word? The matrix instruction fixes which thread
-# holds which element of its first operand, if these have 16 bits: four threads,
-# ``t`` from 0 to 3, share a row, and of every eight columns thread ``t`` holds
-# ``2 t`` and ``2 t + 1``. So a word holds codes of one thread alone: two from
-# each of four runs of eight columns, 16 bits apart. A group of 128 is four such
-# words of a thread, ``4 t`` to ``4 t + 3``, side by side: a load of 16 bytes.
+# holds which 16-bit element of its first operand. Four threads, ``t`` from 0 to
+# 3, share a row; of every eight columns, thread ``t`` holds ``2 t`` and ``2 t +
+# 1``. So we give each word to one thread (see the picture below): it has two
+# codes, 16 bits apart, from each of four runs of eight columns. Of a row's 128
+# columns in a group, a thread has four such words. They are stored side by
+# side, as words ``4 t`` to ``4 t + 3``: one load of 16 bytes gets all four.
 
 
 def pack_in_pairs(codes, GROUP=GROUP):
@@ -356,11 +356,15 @@ if __name__ == "__main__":
     draw_words(pack_in_pairs)
 
 # %%
-# A new function for ``UNPACK`` undoes this order. ``tl.join`` alternates the
-# elements of two tensors, along a new last dimension. Joining ``c0`` with
-# ``c2``, ``c1`` with ``c3``, and then both results gives the order ``c0``,
-# ``c1``, ``c2``, ``c3``. ``permute`` then puts the columns in order; no code
-# changes its thread (see the count below). The comments follow word 0 of a row:
+# A new function for ``UNPACK`` undoes this order. ``tl.join(a, b)`` puts the
+# elements of two tensors side by side, in a new last dimension of 2. Joining
+# ``c0`` with ``c2``, ``c1`` with ``c3``, and then both results gives the order
+# ``c0``, ``c1``, ``c2``, ``c3``. ``permute`` then puts the columns in order.
+#
+# No code changes its thread (see the count below). Triton knows in which thread
+# ``tl.dot`` needs each element, and follows it back through these functions to
+# the load: each thread loads the words whose codes it multiplies. The comments
+# follow word 0 of a row:
 
 
 @triton.jit
@@ -404,9 +408,10 @@ if __name__ == "__main__":
 # %%
 # *In pairs* converts no code, and stores none to shared memory. It subtracts
 # 1024 and then the zero point from each of the thread's 32 pairs; *in order*
-# subtracts from single codes, which is not counted. The loads that are left
-# read words, which ``num_stages`` copies to shared memory ahead of their use,
-# and, after the loop, results, which pass through it to be stored in order.
+# subtracts from single codes, which is not counted. Some loads are left: in the
+# loop, those of words, which ``num_stages`` copies to shared memory ahead of
+# their use; after the loop, those of results, which pass through shared memory
+# to be stored in order. (The tensor cores read ``x`` there themselves.)
 
 # %%
 # Few programs: split the sum
@@ -416,9 +421,9 @@ if __name__ == "__main__":
 # multiprocessors, and each has room for several programs, of which some work
 # while others wait. So we divide ``K`` among ``splits`` programs (*split-K*).
 # Each stores its part of the sum, and PyTorch adds the parts in a fixed order:
-# the result is deterministic. Down a column of the table (measured again),
-# first the order of the codes changes, then ``splits``. Without splits, the
-# columns have 64, 128 and 224 programs: the last gains least from splits.
+# the result is deterministic. In the table, all rows are measured again: the
+# first two compare the orders of codes, the next three add splits. Without
+# splits, the columns have 64, 128 and 224 programs.
 
 OURS["in pairs"] = in_pairs
 for splits in (2, 4, 8):
@@ -479,9 +484,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     print(f"It has {part.min():.0%} to {part.max():.0%} of the roof's rate.")
 
 # %%
-# The line below the chart is the CPU time of a call. The op's is longer than
-# cuBLAS's, and than the product takes on the GPU. So calls one by one hide the
-# gain; a CUDA graph shows it (``cuda_graphs.py``).
+# The line below the chart is the CPU time of a call. One after another, calls
+# take the longer of their CPU and GPU times. Where the CPU's is longer, what
+# the op saves on the GPU is lost, and the op may be slower than cuBLAS. In a
+# CUDA graph, the GPU time alone counts (``cuda_graphs.py``).
 
 # %%
 # Exercises

@@ -14,10 +14,10 @@
 # [[tool.triton-gallery.step_through]]
 # kernel = "group_kernel"
 # caption = """
-# Two programs, a tile of y each. Here a group is four numbers. At first you see
-# the second group before scaling: acc has the first group alone. Then part is
-# scaled twice, by 1, 2 or 4 for a byte of 127, 128 or 129, and added. The last
-# row of each tile and two columns of the second are masked: they are 0 here."""
+# The figure opens at the second group, before part is scaled: acc has the first
+# group alone. Here a group is four numbers, and bytes of 127, 128 and 129 are
+# scales of 1, 2 and 4. Two programs compute a tile of y each. The last row of
+# each tile and two columns of the second are masked: they are 0 here."""
 # registers = ["x", "w", "of_x", "of_w", "part", "acc"]
 # call = "product(x, w, scale_x, scale_w, tile=(4, 4, 4))"
 # expected = { y = "decode(x, scale_x, 4) @ decode(w, scale_w, 4).T" }
@@ -36,10 +36,11 @@ MXFP8, MXFP4 and NVFP4 with tl.dot_scaled
 *Microscaling* (MX) matrices have numbers of 8 or 4 bits, and each 32 numbers of
 a row share a scale of one byte. ``tl.dot_scaled`` multiplies two such tiles
 with their scales. NVIDIA's B200 and AMD's MI350 have an instruction for that.
-An H100 has none: there, each program first turns what it loads into bfloat16.
-If the left matrix has many rows, decode both matrices once there, and multiply
-them in bfloat16. Use MX formats on GPUs with the instruction, or for models
-whose weights come in them. For float8 on an H100, see ``fp8_matmul.py`` and
+For an H100, which has none, Triton compiles ``tl.dot_scaled`` to code that
+decodes each tile to bfloat16. There, MX formats are for models whose weights
+come in them. If the left matrix has few rows, use this page's op; if many,
+decode both matrices once to bfloat16 and call ``torch.matmul`` (*The result*
+says at which sizes). For float8 on an H100, see ``fp8_matmul.py`` and
 ``block_scaled_matmul.py``.
 
 After this page you can
@@ -87,66 +88,30 @@ TARGETS = {  # the backend, the architecture and the threads of a warp
 INSTRUCTION = r"(?:tcgen05\.mma|wgmma\.mma_async|v_mfma_)[\w.:]*"
 PAIRS = {  # the formats of x and w, and the numbers of a group
     "MXFP8": ("e4m3", "e4m3", 32),
+    "MXFP8 x MXFP4": ("e4m3", "e2m1", 32),
     "MXFP4": ("e2m1", "e2m1", 32),
     "NVFP4": ("e2m1", "e2m1", 16),
 }
+TYPES = {"e4m3": "*fp8e4nv", "e2m1": "*u8"}  # pointers to such numbers
 
 
-@triton.jit
-def loop_kernel(
-    x_ptr,
-    w_ptr,
-    scale_x_ptr,
-    scale_w_ptr,
-    y_ptr,
-    M,
-    N,
-    K,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    GROUP: tl.constexpr,
-    SCALED: tl.constexpr,
-):
-    """Be group_kernel with the scales of the first group for all, or none."""
-    offs_m = tl.program_id(axis=0).to(tl.int64) * BLOCK_M
-    offs_m += tl.arange(0, BLOCK_M)  # (BLOCK_M,)
-    offs_n = tl.program_id(axis=1).to(tl.int64) * BLOCK_N
-    offs_n += tl.arange(0, BLOCK_N)  # (BLOCK_N,)
-    offs_k = tl.arange(0, GROUP)  # (GROUP,)
-    mask_m, mask_n = offs_m < M, offs_n < N
-    x_ptrs = x_ptr + offs_m[:, None] * K + offs_k[None, :]
-    w_ptrs = w_ptr + offs_n[:, None] * K + offs_k[None, :]
-    groups = K // GROUP
-    of_x = tl.load(scale_x_ptr + offs_m * groups, mask=mask_m)
-    of_w = tl.load(scale_w_ptr + offs_n * groups, mask=mask_n)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for group in range(groups):
-        x = tl.load(x_ptrs + group * GROUP, mask=mask_m[:, None])
-        w = tl.load(w_ptrs + group * GROUP, mask=mask_n[:, None])
-        part = tl.dot(x, w.T)
-        if SCALED:
-            part *= power_of_two(of_x)[:, None]
-            part *= power_of_two(of_w)[None, :]
-        acc += part
-    y_ptrs = y_ptr + offs_m[:, None] * N + offs_n[None, :]
-    mask = mask_m[:, None] & mask_n[None, :]
-    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask)
-
-
-def loops():
-    """Return checked launchers of loop_kernel, without scales and with."""
-    found, sizes = [], (130, 72)
-    x, w = (torch.randint(-2, 3, (n, 96), **kind).to(E4M3) for n in sizes)
-    for SCALED in (0, 1):
-        loop = partial(product, kernel=loop_kernel, tile=(128, 64, 32, SCALED))
-        powers = [torch.arange(n, device=DEVICE)[:, None] % 3 for n in sizes]
-        scales = [(127 + SCALED * p).to(torch.uint8) for p in powers]
-        given = x, w, *(t.expand(-1, 3).contiguous() for t in scales)
-        # Sums of small integers times one power of two are exact
-        y, expected = loop(*given), product(*given)
-        torch.testing.assert_close(y, expected, rtol=0, atol=0)
-        found.append(loop)
-    return found
+def instructions(target, X_FORMAT, W_FORMAT, GROUP):
+    """Return the matrix instructions of scaled_kernel on a GPU."""
+    scale = "*fp8e4nv" if GROUP == 16 else "*u8"
+    types = [TYPES[X_FORMAT], TYPES[W_FORMAT], scale, scale, "*bf16"]
+    types += ["i32"] * 3 + ["constexpr"] * 6
+    names = scaled_kernel.arg_names
+    values = 128, 128, 128, GROUP, X_FORMAT, W_FORMAT
+    types = dict(zip(names, types, strict=True))
+    constants = dict(zip(names[8:], values, strict=True))
+    # Pointers and sizes are multiples of 16: a hint to the compiler
+    by_16 = {(i,): [["tt.divisibility", 16]] for i in range(8)}
+    source = triton.compiler.ASTSource(scaled_kernel, types, constants, by_16)
+    target = triton.backends.compiler.GPUTarget(*target)
+    made = triton.compile(source, target, {"num_warps": 8})
+    code = made.asm.get("ptx") or made.asm["amdgcn"]  # NVIDIA's or AMD's
+    code = re.sub(r"\.sync\.aligned|\.cta_group::\d", "", code)
+    return sorted(set(re.findall(INSTRUCTION, code)))
 
 
 @compile_only
@@ -158,7 +123,7 @@ def show_instructions():
                 found = instructions(target, *formats)
             except RuntimeError:  # a pass of the compiler fails
                 found = ["Triton does not compile it"]
-            print(f"{gpu:6} {name}  {', '.join(found)}")
+            print(f"{gpu:6} {name:14} {', '.join(found)}")
 
 
 # %%
@@ -168,10 +133,9 @@ def show_instructions():
 # The numbers of MXFP8 are float8: ``e4m3``, with 4 bits of exponent and 3 of
 # mantissa, up to 448, or ``e5m2``, up to 57344. Each 32 numbers of a row are a
 # *group* (a *block* in the standard) and share a scale, ``2 ** (byte - 127)``.
-# Only the byte is stored, and to multiply by a power of two is exact. PyTorch's
-# dtype for such scales is ``float8_e8m0fnu``; our kernels take
-# ``scale.view(torch.uint8)``. MXFP4 has the same scales, and numbers of 4 bits,
-# ``e2m1``, all listed below. A byte holds two, the first in its low half.
+# Only the byte is stored; PyTorch's dtype for it is ``float8_e8m0fnu``, and our
+# kernels take ``scale.view(torch.uint8)``. MXFP4 has such scales and numbers of
+# 4 bits, ``e2m1``, listed below. A byte holds two, the first in its low half.
 
 E4M3 = torch.float8_e4m3fn
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]  # 2 bits of exponent, 1 of mantissa
@@ -188,7 +152,7 @@ def decode(numbers, scale, GROUP=32):
 
 
 def make_mx(rows, K, dtype=E4M3):
-    """Return random numbers, MXFP4 for uint8, and the bytes of scales."""
+    """Return random numbers (uint8: packed MXFP4) and the scales' bytes."""
     numbers = torch.randn(rows, K, **kind)  # kind: the generator and device
     if dtype == torch.uint8:
         numbers = torch.randint(0, 256, (rows, K // 2), **kind)
@@ -263,20 +227,20 @@ def group_kernel(
     tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def product(
-    x, w, *scales, dtype=torch.float32, kernel=group_kernel, tile=(128, 64, 32)
-):
-    """Return the product of contiguous matrices (exercise 2: w in MXFP4)."""
+def product(x, w, scale_x, scale_w, dtype=torch.float32, tile=(128, 64, 32)):
+    """Return x @ w.T for contiguous MXFP8 matrices and their scales."""
     (M, K), N = x.shape, len(w)
-    assert K % tile[2] == 0
-    assert w.shape[1] == (K // 2 if w.dtype == torch.uint8 else K)  # MXFP4
-    assert [t.shape for t in scales] == [(M, K // tile[2]), (N, K // tile[2])]
-    assert all(t.dtype == torch.uint8 for t in scales)
-    assert all(t.is_contiguous() for t in (x, w, *scales))
+    BLOCK_M, BLOCK_N, GROUP = tile
+    assert K % GROUP == 0
+    assert w.shape[1] == K
+    assert scale_x.shape == (M, K // GROUP)
+    assert scale_w.shape == (N, K // GROUP)
+    assert scale_x.dtype == scale_w.dtype == torch.uint8
+    assert all(t.is_contiguous() for t in (x, w, scale_x, scale_w))
     y = torch.empty(M, N, device=x.device, dtype=dtype)
-    grid = (triton.cdiv(M, tile[0]), triton.cdiv(N, tile[1]))
+    grid = (triton.cdiv(M, BLOCK_M), triton.cdiv(N, BLOCK_N))
     # 8 warps are 256 threads: each has 32 elements of acc
-    kernel[grid](x, w, *scales, y, M, N, K, *tile, num_warps=8)
+    group_kernel[grid](x, w, scale_x, scale_w, y, M, N, K, *tile, num_warps=8)
     return y
 
 
@@ -304,11 +268,12 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# We count a product as :math:`2MNK` operations.
+# We count a product as :math:`2MNK` operations. *torch.compile* computes the
+# same product: it decodes both matrices to bfloat16 and multiplies them. cuBLAS
+# has no groups, but a scale for each row (float8) or none (bfloat16).
 
 
 def show_rates(ours):
-    """Print TFLOP/s at three sizes."""
     columns = {}
     for N in (1024, 4096, 8192):
         times = gpu_time(calls(ours, N, N, N))
@@ -349,45 +314,22 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # What do the scales cost?
 # ------------------------
 #
-# In the table, *torch.compile* computes the same product: it decodes both
-# matrices to bfloat16 and multiplies them. cuBLAS has no groups, but a scale
-# for each row (float8) or none (bfloat16). ``group_kernel`` is far behind.
-#
 # For each group, threads multiply every element of ``part`` by one scale, then
-# by the other while they add it (a multiply-add). `NVIDIA's H100
+# by the other while they add it to ``acc`` (a multiply-add). `NVIDIA's H100
 # <https://www.nvidia.com/en-us/data-center/h100/>`_ and H200 do 1979 TFLOP/s of
-# dense float8 on tensor cores, and 67 of float32 in threads. A multiply-add is
-# two operations in both. We count a multiplication, too, as two: it takes as
-# long.
+# float8 on tensor cores (without sparsity), and 67 of float32 in threads. A
+# multiply-add is two operations in both, and we count a multiplication, too, as
+# two: it takes as long.
 
 if __name__ == "__main__":
-    multiplying = 2 * 8192**3  # M = N = K = 8192
-    scaling = 4 * 8192**2 * (8192 / 32)  # for each element of each group's part
-    print(f"tensor cores, at best: {multiplying / 1979e9:.2f} ms")
-    print(f"threads that scale, at best: {scaling / 67e9:.2f} ms")
+    multiplying, scaling = 2 * 32, 2 + 2  # operations on an element of part
+    print("At best, in TFLOP/s of the product:")
+    print("tensor cores that multiply: 1979")
+    print(f"threads that scale: {67 * multiplying / scaling:.0f}")
 
 # %%
-# Even at best, threads take longer to scale than tensor cores to multiply. What
-# does ``group_kernel`` spend its time on? We time two kernels beside it: its
-# loop without scales, and its loop with the scales of the first group, loaded
-# once, before the loop.
-
-if __name__ == "__main__" and DEVICE.type == "cuda":
-    (x, scale_x), (w, scale_w) = make_mx(8192, 8192), make_mx(8192, 8192)
-    steps = ["the loop without scales", "and scaling", "and loads of scales"]
-    timed = {
-        name: partial(launch, x, w, scale_x, scale_w, dtype=torch.bfloat16)
-        for name, launch in zip(steps, [*loops(), product], strict=True)
-    }
-    for name, found in gpu_time(timed).items():
-        print(f"{name:23} {found[0]:6.2f} ms")
-
-# %%
-# The last line is ``group_kernel``. Each line less the line before is the cost
-# of what it adds. (Without scales, the tensor cores also add to ``acc``.) What
-# the first line has beyond the tensor cores' best, we did not take apart.
-#
-# An instruction that takes the scales leaves threads nothing to multiply.
+# So threads that scale keep any such kernel below the tensor cores' rate. An
+# instruction that takes the scales leaves threads nothing to multiply.
 # ``acc = tl.dot_scaled(x, scale_x, "e4m3", w.T, scale_w, "e2m1", acc)`` asks
 # for it, and adds to ``acc``. After each matrix come its scales and its format:
 # ``e4m3``, ``e5m2``, ``e2m1``, or ``bf16`` and ``fp16``, whose scales are None.
@@ -414,6 +356,7 @@ def scaled_kernel(
 ):
     X_PACK: tl.constexpr = 2 if X_FORMAT == "e2m1" else 1  # numbers in a byte
     W_PACK: tl.constexpr = 2 if W_FORMAT == "e2m1" else 1
+    # In int32 the offset of a row would overflow past element 2**31.
     offs_m = tl.program_id(axis=0).to(tl.int64) * BLOCK_M
     offs_m += tl.arange(0, BLOCK_M)  # (BLOCK_M,)
     offs_n = tl.program_id(axis=1).to(tl.int64) * BLOCK_N
@@ -428,7 +371,8 @@ def scaled_kernel(
     scale_w_ptrs = scale_w_ptr + rows_n * (K // GROUP) + offs_g
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
-        # (BLOCK_M, BLOCK_K / X_PACK) and (BLOCK_N, BLOCK_K / W_PACK)
+        # (BLOCK_M, BLOCK_K / X_PACK) and (BLOCK_N, BLOCK_K / W_PACK);
+        # masked rows are not stored.
         x = tl.load(x_ptrs + k // X_PACK, mask=rows_m < M)
         w = tl.load(w_ptrs + k // W_PACK, mask=rows_n < N)
         # (BLOCK_M, BLOCK_K / GROUP) and (BLOCK_N, BLOCK_K / GROUP)
@@ -443,21 +387,24 @@ def scaled_kernel(
 FORMATS = {E4M3: "e4m3", torch.float8_e5m2: "e5m2", torch.uint8: "e2m1"}
 
 
-def scaled_product(x, w, scale_x, scale_w, dtype=torch.float32, BLOCK=128):
-    """Return the product of contiguous matrices in MX formats."""
-    formats = X_FORMAT, W_FORMAT = FORMATS[x.dtype], FORMATS[w.dtype]
-    M, N = len(x), len(w)
+def scaled_product(x, w, scale_x, scale_w, dtype=torch.float32):
+    """Return x @ w.T for contiguous matrices in MX formats."""
+    X_FORMAT, W_FORMAT = FORMATS[x.dtype], FORMATS[w.dtype]
+    M, N, BLOCK = len(x), len(w), 128
     K = x.shape[1] * (2 if X_FORMAT == "e2m1" else 1)
-    arguments = x, w, scale_x, scale_w
-    assert K % BLOCK == 0, "K must be a multiple of BLOCK; mx_matmul's of 32"
+    assert K % BLOCK == 0, "K must be a multiple of 128 (for mx_matmul, of 32)"
     assert w.shape[1] * (2 if W_FORMAT == "e2m1" else 1) == K
-    assert (*scale_x.shape, *scale_w.shape) == (M, K // 32, N, K // 32)
+    assert scale_x.shape == (M, K // 32)
+    assert scale_w.shape == (N, K // 32)
     assert scale_x.dtype == scale_w.dtype == torch.uint8
-    assert all(t.is_contiguous() for t in arguments)
+    assert all(t.is_contiguous() for t in (x, w, scale_x, scale_w))
     y = torch.empty(M, N, device=x.device, dtype=dtype)
     grid = (triton.cdiv(M, BLOCK), triton.cdiv(N, BLOCK))
-    blocks = BLOCK, BLOCK, BLOCK, 32  # four groups of 32 in a step along K
-    scaled_kernel[grid](*arguments, y, M, N, K, *blocks, *formats, num_warps=8)
+    given = x, w, scale_x, scale_w, y, M, N, K
+    # A step along K is four groups of 32.
+    tile = {"BLOCK_M": BLOCK, "BLOCK_N": BLOCK, "BLOCK_K": BLOCK, "GROUP": 32}
+    formats = {"X_FORMAT": X_FORMAT, "W_FORMAT": W_FORMAT}
+    scaled_kernel[grid](*given, **tile, **formats, num_warps=8)
     return y
 
 
@@ -478,60 +425,39 @@ if __name__ == "__main__":
 
 # %%
 # An H100 or H200 lacks the instruction. There, ``tl.dot_scaled`` decodes to
-# bfloat16, as *torch.compile* does. (Their tensor cores keep more bits of a sum
-# of bfloat16 products than of float8 products: these errors are smaller.) But
-# *torch.compile* decodes each matrix once. In ``scaled_kernel``, each program
-# decodes what it loads: all of ``w`` M / 128 times, all of ``x`` N / 128 times.
+# bfloat16, as *torch.compile* does. But *torch.compile* decodes each matrix
+# once. In ``scaled_kernel``, each program decodes what it loads: all of ``w``
+# M / 128 times, and all of ``x`` N / 128 times.
 
 # %%
 # Which instruction is it?
 # ------------------------
 #
-# Triton compiles a kernel for any GPU, even one that you do not have. In place
-# of arguments, ``triton.compile`` takes a *signature*: the arguments' types,
-# the constants, and which arguments are multiples of 16 (a hint to the
-# compiler). The H100's target is ``("cuda", 90, 32)``, with 32 threads a warp.
-
-TYPES = {"e4m3": "*fp8e4nv", "e2m1": "*u8"}  # pointers to such numbers
-
-
-def instructions(target, X_FORMAT, W_FORMAT, GROUP):
-    """Return the matrix instructions of scaled_kernel on a GPU."""
-    scale = "*fp8e4nv" if GROUP == 16 else "*u8"
-    types = [TYPES[X_FORMAT], TYPES[W_FORMAT], scale, scale, "*bf16"]
-    types += ["i32"] * 3 + ["constexpr"] * 6
-    names = scaled_kernel.arg_names
-    values = 128, 128, 128, GROUP, X_FORMAT, W_FORMAT
-    types = dict(zip(names, types, strict=True))
-    constants = dict(zip(names[8:], values, strict=True))
-    by_16 = {(i,): [["tt.divisibility", 16]] for i in range(8)}
-    source = triton.compiler.ASTSource(scaled_kernel, types, constants, by_16)
-    target = triton.backends.compiler.GPUTarget(*target)
-    made = triton.compile(source, target, {"num_warps": 8})
-    code = made.asm.get("ptx") or made.asm["amdgcn"]  # NVIDIA's or AMD's
-    return sorted(set(re.findall(INSTRUCTION, code)))
-
+# Triton compiles a kernel for any GPU, even one that you do not have (see
+# ``compiler_stages.py``). ``show_instructions``, from the folded cell, compiles
+# ``scaled_kernel`` for three GPUs and finds the matrix instruction in the code:
+# ``wgmma`` on the H100, ``tcgen05.mma`` on the B200, ``v_mfma`` on the MI350.
+# **For the B200 and the MI350, this page only compiles: it has no speed of
+# theirs.**
 
 if __name__ == "__main__":
-    show_instructions()  # from the fold: three GPUs, x and w of one format
+    show_instructions()  # one name: x and w have the same format
 
 # %%
-# The matrix instruction is ``wgmma`` on the H100, ``tcgen05.mma`` on the B200
-# and ``v_mfma`` on the MI350. **For the B200 and the MI350, this page only
-# compiles: it has no speed of theirs.**
-#
-# ``block_scale`` and ``scale`` say that the instruction takes scales, and
-# ``kind`` names its formats: ``f8f6f4`` is any mix of 8, 6 and 4 bits. In one
-# instruction, a row has 1 group of 32 numbers (``1X``), 2 of 32 (``2X``) or 4
-# of 16 (``4X``); Triton 3.9 prints the size of a group, ``block32``. On the
-# H100, both operands are bfloat16 (``bf16.bf16``). Within its range, decoding
-# is exact: a number has at most 4 significant bits, and bfloat16 has 8.
+# ``block_scale`` and ``scale`` say that the instruction takes scales. The name
+# after ``kind::`` gives the formats: ``f8f6f4`` is any mix of 8, 6 and 4 bits.
+# The last part counts the groups that one instruction takes of each row: ``1X``
+# one of 32 numbers, ``2X`` two of 32, ``4X`` four of 16. (Triton 3.9 prints the
+# size of a group, ``block32``.) On the H100, both operands are bfloat16
+# (``bf16.bf16``). Within bfloat16's range, decoding is exact: a number has at
+# most 4 significant bits, bfloat16 has 8, and a scale changes the exponent.
 #
 # *NVFP4* is NVIDIA's format of 4 bits. Each group of 16 numbers in ``e2m1`` has
-# a scale in ``e4m3``. The whole tensor has one more, in float32: a kernel
-# multiplies its result by it. ``scaled_kernel`` compiles for NVFP4: scales in
-# ``e4m3`` mean groups of 16. ``scaled_product`` does not take it, as Triton's
-# interpreter reads all scales as powers of two and could not check it.
+# a scale in ``e4m3``. Each matrix has one more, in float32: a kernel multiplies
+# ``acc`` by both at its end (``scaled_kernel`` does not). ``scaled_kernel``
+# compiles for NVFP4: scales in ``e4m3`` mean groups of 16. ``scaled_product``
+# does not take it, as Triton's interpreter reads all scales as powers of two
+# and could not check it.
 
 # %%
 # The op
@@ -539,13 +465,15 @@ if __name__ == "__main__":
 #
 # ``mx_matmul(x, weight, scale_x, scale_weight)`` is this gallery's op. It takes
 # what ``quantize_mx`` and ``quantize_nvfp4`` return (``quantize.py``), any K of
-# whole groups, and a bias. For ``x`` of 16 bits, as models with 4-bit weights
-# have it, call ``mx_matmul(x, weight, None, scale_weight)``.
+# whole groups (past the end of K, it loads zeros), and a bias. For ``x`` of 16
+# bits, as models with 4-bit weights have it, call ``mx_matmul(x, weight, None,
+# scale_weight)``.
 #
 # Where the GPU has the instruction, an ``x`` of more than 64 rows goes to
-# ``tl.dot_scaled``. In all other cases, and for ``x`` of 16 bits, the op
-# decodes a tile (exercise 2), scales it, rounds it to 16 bits and calls
-# ``tl.dot``. (The 64 is not tuned: no such GPU was measured.)
+# ``tl.dot_scaled``, in tiles of 128 rows. (The 64 is not tuned: no such GPU was
+# measured.) Fewer rows get smaller tiles, so that more programs load the
+# weight. For these, for ``x`` of 16 bits and on other GPUs, the op decodes a
+# tile (exercise 2), scales it, rounds it to 16 bits and calls ``tl.dot``.
 
 from triton_gallery_ops.mx_matmul import mx_matmul
 
@@ -554,8 +482,9 @@ from triton_gallery_ops.mx_matmul import mx_matmul
 # ----------
 #
 # The sizes (M, N, K) are of layers of models. *Triton* is the op with MXFP8,
-# *Triton, MXFP4 weight* the op with ``x`` in bfloat16, and *Triton, this page*
-# is ``scaled_kernel``.
+# *Triton, this page* is ``scaled_kernel``, and *torch.compile* computes the
+# same product. The others do not: cuBLAS has no groups, and *Triton, MXFP4
+# weight* is the op with ``x`` in bfloat16, which it need not decode.
 
 LAYERS = [
     (16, 7168, 2048),
@@ -596,15 +525,15 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         ratio = wide["Triton"] / wide[other]
         span = f"{ratio.min():.2f} to {ratio.max():.2f}"
         print(f"Triton: {span} times as fast as {other}")
-    ahead = wide.index[wide["Triton"] > wide["torch.compile"]]
-    rows = dict.fromkeys(sizes.split(", ")[0] for sizes in ahead)
-    print("Triton faster than torch.compile at M =", ", ".join(rows) or "none")
+    ahead = wide["Triton"] > wide["torch.compile"]
+    for advice, which in {"use the op": ahead, "decode once": ~ahead}.items():
+        rows = {sizes.split(", ")[0]: None for sizes in wide.index[which]}
+        print(f"MXFP8, {advice}: M =", ", ".join(rows) or "none of these")
 
 # %%
-# Besides *Triton* and *this page*, only *torch.compile* computes the product of
-# two MXFP8 matrices: cuBLAS has no groups, and *Triton, MXFP4 weight* has no
-# ``x`` to decode. The last line is the advice for this GPU, which lacks the
-# instruction: use the op there, and else decode each matrix once.
+# The run ends with two lines of advice for its GPU. To *decode once* is to
+# decode both matrices to bfloat16 and call ``torch.matmul``, as *torch.compile*
+# does here.
 
 # %%
 # Exercises
@@ -642,8 +571,8 @@ if __name__ == "__main__":
 # code is its sign, two are its exponent and the last its mantissa. Shifted left
 # by 9, these three are the bits of a float16: the number's magnitude times
 # :math:`2^{-14}`. Code 3, for 1.5, gives 0x0600, :math:`1.5 \cdot 2^{-14}`.
-# ``tl.join`` alternates the elements of two tensors along a new last axis, and
-# ``tl.reshape`` makes the last two axes one.
+# ``tl.join(a, b)`` puts the elements of two tensors side by side in a new last
+# axis, of 2; after ``tl.reshape`` to (BLOCK_N, GROUP) they alternate.
 
 mixed_kernel = None  # your kernel
 
@@ -652,10 +581,14 @@ def check_mixed(kernel):
     """Say whether a kernel multiplies MXFP8 by MXFP4, to 0.1 %."""
     if kernel is None:
         return "not solved yet"
-    x, w = make_mx(130, 96), make_mx(72, 96, torch.uint8)
-    y = product(x[0], w[0], x[1], w[1], kernel=kernel).double()
+    M, N, K = 130, 72, 96
+    x, w = make_mx(M, K), make_mx(N, K, torch.uint8)
+    y = torch.empty(M, N, device=DEVICE)
+    blocks = {"BLOCK_M": 128, "BLOCK_N": 64, "GROUP": 32}
+    kernel[2, 2](x[0], w[0], x[1], w[1], y, M, N, K, **blocks, num_warps=8)
     expected = decode(*x) @ decode(*w).T
-    return "right" if torch.allclose(y, expected, 1e-3, 1e-2) else "wrong"
+    same = torch.allclose(y.double(), expected, 1e-3, 1e-2)
+    return "right" if same else "wrong"
 
 
 if __name__ == "__main__":
