@@ -214,8 +214,8 @@ def test_lesson_and_op_show_how_ratios_lie(project: Project) -> None:
         [["beside", "PyTorch"], ["drawn, forward, 20 shapes", "0.10, 0.30, 1.05"]]
     ]
     (verdict,) = tables("ops/square.html")
-    assert verdict[1][:2] == ["PyTorch", "1.05 (0.10 to 2.00; tenth 0.30)"]
-    assert verdict[2][:2] == ["Roof", "0.53 (0.05 to 1.00; tenth 0.15)"]
+    assert verdict[1][:2] == ["PyTorch", "1.05 (0.10 to 2.00; 10th percentile 0.30)"]
+    assert verdict[2][:2] == ["Roof", "0.53 (0.05 to 1.00; 10th percentile 0.15)"]
 
 
 def test_page_follows_its_module(project: Project) -> None:

@@ -127,7 +127,7 @@ def test_many_sizes_have_a_tenth() -> None:
     many = item("drawn, forward", table=Table("results", "size", "GB/s", sizes, series, {}, {}, {}, {}))
     _, (rows,) = said(many)
     ratios = {name: ratio for name, ratio, *_ in rows}
-    assert ratios["PyTorch"] == "1.05 (0.10 to 2.00; tenth 0.30)"
+    assert ratios["PyTorch"] == "1.05 (0.10 to 2.00; 10th percentile 0.30)"
     assert [*distribution([item(), item(is_fresh=False)])] == [], "none has many sizes"
     about, shown = distribution([many, item(), item("old", is_fresh=False)])
     assert about.astext().startswith("On Test H200, ")

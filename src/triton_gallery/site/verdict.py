@@ -18,7 +18,7 @@ NOTHING = "Nothing has been measured with the present code."
 OLDER = "Beside other libraries, older code than the present was measured."
 RATIOS = (
     "A ratio is the op's speed over that of the row: above 1 the op is faster. It is the median of all sizes, with the "
-    "worst and the best; from ten sizes on, also with the tenth, below which a tenth of the sizes lie."
+    "worst and the best; from ten sizes on, also with the 10th percentile."
 )
 EQUAL = (
     "Equal: the ranges of the two, from the 20th to the 80th percentile, overlap. Slower: the op's whole range lies "
@@ -64,7 +64,7 @@ def distribution(items: Sequence[Summary]) -> Iterator[nodes.Node]:
     many = [item for item in fresh if len(item.table.settled) >= MANY]
     names = list(dict.fromkeys(name for item in many for name in item.table.others))
     if names:
-        yield paragraph(f"On {gpu}, the op's speed over that of each library: worst, tenth and median of the shapes.")
+        yield paragraph(f"On {gpu}, the op's speed over each library's: worst, 10th percentile and median of the shapes.")
         rows = [[f"{label(item)}, {len(item.table.settled)} shapes"] for item in many]
         for row, item in zip(rows, many, strict=True):
             row += [_spread(item.beside(name)) for name in names]
@@ -120,7 +120,7 @@ def _ratio(over: Over | None) -> str:
     if over is None:
         return UNMEASURED
     ends = f"{over.worst:.2f}", f"{over.best:.2f}"
-    tenth = f"; tenth {over.tenth:.2f}" if len(over.sizes) >= MANY else ""
+    tenth = f"; 10th percentile {over.tenth:.2f}" if len(over.sizes) >= MANY else ""
     return f"{over.median:.2f}{'' if ends[0] == ends[1] else f' ({ends[0]} to {ends[1]}{tenth})'}"
 
 
