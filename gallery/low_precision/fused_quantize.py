@@ -393,9 +393,11 @@ if __name__ == "__main__":
     # In bfloat16 1024 + 3.75 is 1024: h must be as without the residual
     residual = torch.zeros_like(signs)
     residual[:, ::10] = signs[:, ::10] * (3.75 / 1024)
-    *quantized, h = add_norm_and_quantize(signs, residual, larger)
-    assert torch.equal(h, signs)
-    compare(*quantized, exact_signs)
+    tensors = signs, residual, larger
+    for dtype in (torch.float32, E4M3):
+        *quantized, h = add_norm_and_quantize(*tensors, dtype=dtype)
+        assert torch.equal(h, signs)
+        compare(*quantized, exact_signs)
 
 # %%
 # SwiGLU
