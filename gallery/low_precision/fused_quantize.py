@@ -250,7 +250,7 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# GB/s are the floor's bytes over the time, for all; the *roof* copies as many.
+# GB/s: the floor's bytes over the time. The *roof* is a copy of as many bytes.
 
 ELEMENTS = 2**28  # of x, for any N: far more than a GPU's caches hold
 FLOOR = 3e-6 * ELEMENTS  # megabytes: two bytes read, one written
@@ -393,9 +393,8 @@ if __name__ == "__main__":
     # In bfloat16 1024 + 3.75 is 1024: h must be as without the residual
     residual = torch.zeros_like(signs)
     residual[:, ::10] = signs[:, ::10] * (3.75 / 1024)
-    tensors = signs, residual, larger
-    for dtype in (torch.float32, E4M3):
-        *quantized, h = add_norm_and_quantize(*tensors, dtype=dtype)
+    for w, dtype in ((weights, E4M3), (larger, torch.float32)):
+        *quantized, h = add_norm_and_quantize(signs, residual, w, dtype=dtype)
         assert torch.equal(h, signs)
         compare(*quantized, exact_signs)
 

@@ -313,9 +313,8 @@ if __name__ == "__main__":
 #
 # The matrices have ``2**28`` bfloat16 numbers in rows of N, and become float8.
 # GB/s are the floor's bytes over the time. The *roof* is a copy of as many; it
-# is measured, so a kernel may be a little above it. The first line compares
-# values with PyTorch's: the last bits of a division may differ, so a value half
-# way between two float8 numbers may become either.
+# is measured, so a kernel may be a little above it. The first line is about
+# random numbers: those half way between two float8 numbers may become either.
 
 ELEMENTS = 2**28  # far more than a GPU's caches hold
 FLOOR = 3e-6 * ELEMENTS  # megabytes: two bytes read, one written
@@ -377,9 +376,9 @@ if __name__ == "__main__":
 # it on four matrices of 256 x 1024 small numbers: *Gaussian*, much as weights
 # are; *uniform*; *Student's t*, with heavy tails; and *outliers*, Gaussian with
 # one column in a hundred 50 times larger, as in activations of language models.
-# PyTorch quantizes them: values have 8 bits, all else is float64. From left to
-# right, the blocks (rows x columns) that share a scale get smaller; a column is
-# for comparison. The error is relative to ``x``, both as root mean squares.
+# PyTorch quantizes them; all but the values is float64. From left to right, the
+# blocks (rows x columns) that share a scale get smaller; a column is there for
+# comparison. The error is relative to ``x``, both as root mean squares.
 
 if __name__ == "__main__":
     draw_errors(four_matrices(generator))
@@ -391,9 +390,9 @@ if __name__ == "__main__":
 #   near 0. So the size of a block hardly matters, except with outliers. They
 #   make most of the error; in a small block an outlier is often the largest
 #   number, which becomes 448 exactly.
-# * *int8:* each number of a block may be off by half a step, and the largest
-#   sets the step. So small blocks help wherever a few numbers are large.
-# * *Column:* in int8 this helps where outliers fill columns.
+# * *int8:* the largest number of a block sets the step, and each number may be
+#   off by half of it. So small blocks help wherever a few numbers are large, and
+#   a column helps where outliers fill columns.
 #
 # A product ``x @ w`` adds up along a row of ``x`` and a column of ``w``, and a
 # scale can leave the sum only if all terms share it. So scales are for rows of
