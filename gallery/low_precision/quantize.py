@@ -391,8 +391,8 @@ if __name__ == "__main__":
 #   make most of the error; in a small block an outlier is often the largest
 #   number, which becomes 448 exactly.
 # * *int8:* the largest number of a block sets the step, and each number may be
-#   off by half of it. So small blocks help wherever a few numbers are large, and
-#   a column helps where outliers fill columns.
+#   off by half of it. So small blocks help wherever a few numbers are large,
+#   and a column helps where outliers fill columns.
 #
 # A product ``x @ w`` adds up along a row of ``x`` and a column of ``w``, and a
 # scale can leave the sum only if all terms share it. So scales are for rows of
