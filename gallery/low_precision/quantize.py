@@ -47,9 +47,10 @@ Quantize to FP8 and INT8: a scale for each row or group
 
 A weight or an activation of 8 bits takes half the memory of bfloat16, and the
 tensor cores of an H100 multiply 8-bit numbers twice as fast as bfloat16. But
-eight bits cover a small range, so a block of numbers shares a *scale*. To find
-it and to cast, plain PyTorch passes over memory several times. A kernel of your
-own reads the numbers once, and you choose which of them share a scale.
+eight bits cover a small range, so the numbers of a block are first divided by
+one number, their *scale*. Plain PyTorch finds the scale and casts in several
+passes over memory. A kernel of your own reads the numbers once, and you choose
+which of them share a scale.
 
 After this page you can
 
@@ -103,12 +104,12 @@ def compare(ours, in_torch):
     values, expected = values.float(), expected.float()
     torch.testing.assert_close(values, expected, rtol=1 / 8, atol=2**-9)
     share = (values != expected).float().mean()
-    print(f"{share:.1e} of the values differ from PyTorch's")
+    print(f"{share:.1e} of the float8 values differ from PyTorch's")
 
 
-def check_steps(values, factors, x):
+def check_steps(values, scales, x):
     """Check that int8 values are half a step off at most."""
-    steps = ((values * factors - x).abs() / factors).max().item()
+    steps = ((values * scales - x).abs() / scales).max().item()
     print(f"int8: largest error {steps:.4f} of a step, allowed 0.5001")
     assert steps <= 0.5001  # a little more than half: the scale is rounded, too
 
@@ -140,27 +141,30 @@ def four_matrices(generator):
 
 
 def draw_errors(matrices):
-    """Draw the errors of both formats, and print how they compare."""
+    """Draw the errors of both formats, and print some of them."""
     ways = {"no scale": None, "tensor": (256, 1024), "128 x 128": (128, 128)}
     ways |= {"row": (1, 1024), "1 x 128": (1, 128), "1 x 32": (1, 32)}
     ways["column"] = 256, 1
-    # The largest number, the cast, what it may be off: relative, and near 0
-    float8 = 448, lambda y: y.to(E4M3).double(), 1 / 16, 2**-10
-    int8 = 127, torch.round, 0, 1 / 2
+    formats = {  # the largest number, the cast, its error: relative, and near 0
+        "float8": (448, lambda y: y.to(E4M3).double(), 1 / 16, 2**-10),
+        "int8": (127, torch.round, 0, 1 / 2),
+    }
     lines = "o-", "s--", "^:", "D-."
     _, axes = plt.subplots(1, 2, sharey=True, figsize=(8, 3), layout="tight")
-    for (kind, x), line in zip(matrices.items(), lines, strict=True):
-        errors = [error_of(x, way, *float8) for way in ways.values()]
-        axes[0].semilogy([*ways], errors, line, label=kind)
-        others = [error_of(x, way, *int8) for way in ways.values()]
-        axes[1].semilogy([*ways], others, line, label=kind)
-        ratios = (torch.tensor(others) / torch.tensor(errors))[1:]
-        span = f"{ratios.min():.2f} to {ratios.max():.2f}"
-        print(f"{kind}: with a scale, int8's error over float8's is {span}")
-    for panel, name in zip(axes, ["float8", "int8"], strict=True):
+    rows = {}
+    for panel, name in zip(axes, formats, strict=True):
+        for (kind, x), line in zip(matrices.items(), lines, strict=True):
+            errors = [error_of(x, way, *formats[name]) for way in ways.values()]
+            rows[name, kind] = dict(zip(ways, errors, strict=True))
+            *smaller, column = ways
+            (drawn,) = panel.semilogy(smaller, errors[:-1], line, label=kind)
+            # No line to the column: it is not the smallest block
+            panel.semilogy(column, errors[-1], line[0], color=drawn.get_color())
         panel.set_title(f"Relative error in {name}")
         panel.tick_params("x", rotation=40)
-    panel.legend()
+        panel.legend()
+    table = pd.DataFrame(rows).T[["tensor", "row", "1 x 128", "1 x 32"]]
+    print(table.to_string(float_format="{:.4f}".format))
 
 
 def quantize_bytes(x, kernel):
@@ -224,7 +228,8 @@ if __name__ == "__main__":
 # zeros would have the scale 0 and, as in ``quantize_torch``, NaN values; the
 # inverse of a tiny scale overflows. So no scale is below ``2.0**-126``, the
 # smallest float32 with a full mantissa. A cast to int8 cuts the fraction off,
-# so the kernel rounds first: ``floor(v + 0.5)``.
+# so the kernel rounds first: ``floor(v + 0.5)``. A value may be just above 448
+# or 127, as the scale is rounded, but then becomes 448 or 127: no clamp.
 
 
 @triton.jit
@@ -239,19 +244,26 @@ def row_kernel(
     scale = tl.maximum(largest / MAX, 2.0**-126)  # the larger of two numbers
     # One division for the row, and a product for each element
     values = x * (1 / scale)  # (BLOCK_N,)
-    if values_ptr.dtype.element_ty.is_int():  # decided at compile time
+    # element_ty is the dtype of what a pointer points to, known to the compiler
+    if values_ptr.dtype.element_ty.is_int():
         values = tl.floor(values + 0.5)
-    values = values.to(values_ptr.dtype.element_ty)  # the output's dtype
+    values = values.to(values_ptr.dtype.element_ty)
     tl.store(values_ptr + row * N + offs, values, mask=mask)
     tl.store(scale_ptr + row, scale)
 
 
-def quantize_rows(x, kernel=row_kernel, dtype=E4M3, MAX=None):
-    """Return each row divided by its scale, and the scales."""
+def largest_number(dtype):
+    """Return 448 for float8_e4m3fn, 127 for int8."""
     info = torch.finfo if dtype.is_floating_point else torch.iinfo
-    MAX = MAX or float(info(dtype).max)  # 448 for float8_e4m3fn
+    return float(info(dtype).max)
+
+
+# Exercises pass another kernel, figures a small MAX
+def quantize_rows(x, kernel=row_kernel, dtype=E4M3, MAX=None):
+    """Return each row divided by its scale, and the scales; x is finite."""
+    MAX = MAX or largest_number(dtype)
     M, N = x.shape
-    assert 0 < N <= 16384  # 16 warps; the op takes longer rows
+    assert 0 < N <= 16384  # 16 warps; the op reads longer rows twice
     x = x.contiguous()
     values = torch.empty_like(x, dtype=dtype)
     scales = x.new_empty(M, 1, dtype=torch.float32)
@@ -267,8 +279,8 @@ def quantize_rows(x, kernel=row_kernel, dtype=E4M3, MAX=None):
 #
 # Unlike a GPU, Triton's interpreter does not always round to the nearest
 # float8: 1.97 becomes 1, not 2 (the carry is lost). So the first check needs no
-# rounding: its rows are float8 numbers, the largest of them 448, times a power
-# of two. This power is the scale, and the error must be 0. In int8, neighbors
+# rounding: a row has float8 numbers up to 448, times a power of two. The kernel
+# must find that power as the scale, and the error must be 0. In int8, neighbors
 # are one scale (a *step*) apart, so the second check allows half a step.
 
 
@@ -292,17 +304,17 @@ if __name__ == "__main__":
     torch.testing.assert_close(scales, powers, rtol=0, atol=0)
     assert error == 0
     x = torch.randn(20, 300, generator=generator, device=DEVICE)
-    check_steps(*quantize_rows(x, dtype=torch.int8), x)  # in the first fold
+    values, scales = quantize_rows(x, dtype=torch.int8)
+    check_steps(values, scales, x)  # from the fold with the imports
 
 # %%
 # How fast?
 # ---------
 #
-# The matrices have ``2**28`` bfloat16 numbers in rows of N. The *roof* is a
-# copy of as many bytes as the floor; it is measured, so a kernel may be a
-# little above it. First, random numbers are compared with PyTorch: the last
-# bits of a division may differ, so a value half way between two float8 numbers
-# may become either.
+# The matrices have ``2**28`` bfloat16 numbers in rows of N, and become float8.
+# GB/s are the floor's bytes over the time. The *roof* is a copy of as many; it
+# is measured, so a kernel may be a little above it. The first line is about
+# random numbers: those half way between two float8 numbers may become either.
 
 ELEMENTS = 2**28  # far more than a GPU's caches hold
 FLOOR = 3e-6 * ELEMENTS  # megabytes: two bytes read, one written
@@ -332,10 +344,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     print("GB/s", table.to_string(), sep="\n")
 
 # %%
-# The first kernel is as fast as a copy, except for the shortest rows: there, a
-# program has only 512 bytes to read. In the kernel for groups, below, a program
-# takes several rows: with ``GROUP=256`` and ``tile=(16, 256)``, a group is such
-# a row.
+# At N = 256, a program has only 512 bytes to read. In the kernel for groups,
+# below, a program takes several rows.
 #
 # Break it: one outlier
 # ---------------------
@@ -355,45 +365,53 @@ if __name__ == "__main__":
 # In int8, the outlier makes the step 1000 / 127, about 8. All other numbers are
 # within half a step of 0 and become 0. Float8 numbers near 0 are closer
 # together: the smallest above 0 is ``2**-9``. Half of it, times the scale of
-# 1000 / 448, is about 0.002, and only smaller numbers become 0.
+# 1000 / 448, is about 0.002, and only smaller numbers become 0 (in the
+# interpreter, which rounds differently, a few more).
 
 # %%
 # How large may a block be?
 # -------------------------
 #
-# A scale for fewer numbers than a row confines the outlier's damage. PyTorch
-# quantizes four matrices of small numbers, all but values in float64:
-# *Gaussian*, much as weights are; *uniform*; *Student's t* of three degrees of
-# freedom, with heavy tails; and *outliers*, Gaussian with one column in a
-# hundred 50 times larger, as in activations of language models. From left to
-# right, smaller and smaller blocks (rows x columns) share a scale, the last a
-# column. The error is relative to ``x``, both as root mean squares.
+# A scale for fewer numbers than a row confines the outlier's damage. We measure
+# it on four matrices of 256 x 1024 small numbers: *Gaussian*, much as weights
+# are; *uniform*; *Student's t*, with heavy tails; and *outliers*, Gaussian with
+# one column in a hundred 50 times larger, as in activations of language models.
+# PyTorch quantizes them; all but the values is float64. From left to right, the
+# blocks (rows x columns) that share a scale get smaller; a column is there for
+# comparison. The error is relative to ``x``, both as root mean squares.
 
 if __name__ == "__main__":
     draw_errors(four_matrices(generator))
 
 # %%
-# Without a scale, these numbers become 0 in int8, and the smallest in float8.
-# With one, a float8 number is off by a sixteenth of itself at most, unless it
-# is near 0. In int8, all numbers of a block may be off by half a step, so small
-# blocks help. A scale for each column helps where outliers fill columns. But a
-# matrix product adds up the columns of a row, and each term would have another
-# scale. With 1 x 128, 128 terms share one, which multiplies their sum.
+# * *No scale:* in int8 all of these numbers become 0. In float8 those below
+#   about 0.001 do, nearly all of the uniform ones.
+# * *float8:* a number is off by a sixteenth of itself at most, unless it is
+#   near 0. So the size of a block hardly matters, except with outliers. They
+#   make most of the error; in a small block an outlier is often the largest
+#   number, which becomes 448 exactly.
+# * *int8:* the largest number of a block sets the step, and each number may be
+#   off by half of it. So small blocks help wherever a few numbers are large,
+#   and a column helps where outliers fill columns.
 #
-# Outliers make most of the error. In smaller blocks of a row, more of them are
-# the largest number, which becomes 448 exactly: these blocks help float8, too.
-# But scales take memory: with 1 x 32 an eighth of what the values take, with
-# 1 x 128 a thirty-second. We take 128.
+# A product ``x @ w`` adds up along a row of ``x`` and a column of ``w``, and a
+# scale can leave the sum only if all terms share it. So scales are for rows of
+# ``x`` and for columns of ``w``, which are rows in ``torch.nn.Linear.weight``.
+# With 1 x 128, a scale multiplies the sum of 128 terms.
+#
+# Scales take memory: with 1 x 32 an eighth of what the values take, with
+# 1 x 128 a thirty-second. We take 128 as a compromise.
 
 # %%
 # Groups of 128
 # -------------
 #
 # A group needs no other part of its row. So a program takes a tile of 8 rows
-# and 512 columns: ``pid_m`` is its row of tiles, ``pid_n`` its column. As in
-# PyTorch, ``[:, None]`` and ``[None, :]`` broadcast: ``offs`` has an offset for
-# each element of the tile. The kernel reshapes the tile to (rows, groups, 128),
-# takes the maximum along the last dimension, scales, and reshapes back.
+# and 512 columns, 32 elements a thread: wide, as neighbors in a row are
+# neighbors in memory. ``pid_m`` is its row of tiles, ``pid_n`` its column. As
+# in PyTorch, ``[:, None]`` and ``[None, :]`` broadcast. The kernel reshapes the
+# tile to (rows, groups, 128), takes the maximum along the last dimension,
+# scales, and reshapes back.
 
 
 @triton.jit
@@ -408,7 +426,7 @@ def group_kernel(
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    GROUPS: tl.constexpr = BLOCK_N // GROUP  # in a row of the tile; a constant
+    GROUPS: tl.constexpr = BLOCK_N // GROUP  # in a row; shapes are constants
     pid = tl.program_id(axis=0)
     tiles_n = tl.cdiv(N, BLOCK_N)
     pid_m, pid_n = pid // tiles_n, pid % tiles_n
@@ -433,11 +451,10 @@ def group_kernel(
 
 
 def quantize_groups(x, GROUP=128, dtype=E4M3, MAX=None, tile=(8, 512)):
-    """Return each group divided by its scale, and the scales."""
-    info = torch.finfo if dtype.is_floating_point else torch.iinfo
-    MAX = MAX or float(info(dtype).max)
-    BLOCK_M, BLOCK_N = tile  # 4096 elements, 32 a thread in the usual 4 warps
-    assert BLOCK_N % GROUP == 0  # and GROUP is a power of two
+    """Return each group divided by its scale, and the scales; x is finite."""
+    MAX = MAX or largest_number(dtype)
+    BLOCK_M, BLOCK_N = tile  # powers of two; 4 warps of 32 threads by default
+    assert BLOCK_N % GROUP == 0  # so GROUP is a power of two
     M, N = x.shape
     x = x.contiguous()
     values = torch.empty_like(x, dtype=dtype)
@@ -468,8 +485,8 @@ if __name__ == "__main__":
 #
 # ``quantize(x, block_size)`` is this gallery's op. To these kernels it adds
 # scales of the tensor and of blocks such as 128 x 128, strides, long rows, and
-# NaN scales for NaN (here a NaN leaves the scale alone). Its module also has
-# ``dequantize``, formats of 4 bits, and an op for training.
+# NaN scales for NaN (here ``tl.max`` ignores NaN). Its module also has
+# ``dequantize`` and formats of 4 bits.
 
 from triton_gallery_ops.quantize import quantize
 
@@ -477,12 +494,13 @@ from triton_gallery_ops.quantize import quantize
 # The result
 # ----------
 #
-# Groups of 128 of a row, matrices as above. *Triton* is the op, and *Triton,
-# this page* is ``quantize_groups``. Both are close to the roof at each length.
-# ``torch.compile`` is, too, except at 2880: 128 does not divide it, so in
-# PyTorch the rows are padded. *PyTorch's best* is the faster of PyTorch and
-# ``torch.compile``. The chart is of GPU time; the CPU time of a call is below
-# it. Where that is longer, it decides, unless the GPU has other work queued.
+# Groups of 128 of a row, matrices as above. *Triton* is the op, *Triton, this
+# page* is ``quantize_groups``, and *PyTorch's best* the faster of PyTorch and
+# ``torch.compile`` at each length. 128 does not divide 2880, so there PyTorch
+# pads the rows. Last, a tile of (16, 256) takes 16 of the short rows above.
+#
+# The chart is of GPU time. If a call takes longer on the CPU (the run prints
+# both at 4096), the GPU waits, unless it has other work queued.
 
 SIZES = [512, 768, 1024, 2880, 4096, 7168, 11008, 16384]
 OURS = {
@@ -511,8 +529,15 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
             ratio = wide[series] / other
             span = f"{ratio.min():.2f} to {ratio.max():.2f}"
             print(f"{series}: {span} times as fast as {name}")
+        gpu, *_, cpu, _ = times[4096][series]
+        print(f"{series}: {1000 * gpu:.0f} us on the GPU, {cpu:.0f} on the CPU")
     x = torch.randn(300, 2880, generator=generator, device=DEVICE).bfloat16()
     compare(quantize_groups(x), groups_torch(x))
+    tall = partial(quantize_groups, GROUP=256, tile=(16, 256))
+    short = {"a row a program": quantize_rows, "16 rows": tall}
+    times = gpu_time(calls(short, quantize_torch, 256))
+    for name in short:
+        print(f"N = 256, {name}: {FLOOR / times[name][0]:.0f} GB/s")
 
 # %%
 # Exercises
