@@ -172,9 +172,8 @@ def keys_pass(do, q, k, v, lse, delta, kernel=keys_kernel, M=64, N=64):
 # Is it right?
 # ------------
 #
-# ``p``, ``ds`` and the result are rounded to float16, each by at most
-# :math:`2^{-11}` of its size. We allow :math:`2^{-9}` of the largest element: a
-# margin that we chose, and no bound.
+# Roundings to float16 cost up to :math:`2^{-11}` each: of ``p``, ``ds`` and the
+# result. We allow :math:`2^{-9}` of the largest element: our choice, no bound.
 
 
 def show_errors(names, found, right):
