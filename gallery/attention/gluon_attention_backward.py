@@ -75,17 +75,16 @@ def exact(do, q, k, v, lse, delta):
     return ds @ k, ds.mT @ q, p.mT @ do
 
 
-def logsumexp(q, k):
-    """Return the logsumexp of the scores of each query of a head."""
-    return (q.float() @ k.float().T * q.shape[-1] ** -0.5).logsumexp(-1)
-
-
-def inputs(*shape):
+def inputs(heads, L, D):
     """Return do, q, k and v of (heads, L, D), lse and delta."""
-    tensors = torch.randn(4, *shape, generator=rng, device=DEVICE).half()
-    do, q, k, v = tensors
-    lse = [logsumexp(*head) for head in zip(q, k, strict=True)]
-    return *tensors, torch.stack(lse), (do.float() * sdpa(q, k, v)).sum(-1)
+    shape = 4, heads, L, D
+    do, q, k, v = torch.randn(shape, generator=rng, device=DEVICE).half()
+    lse = torch.empty(heads, L, device=DEVICE)
+    for head in range(heads):  # not all at once: scores take memory
+        s = q[head].float() @ k[head].float().T * D**-0.5
+        lse[head] = s.logsumexp(-1)
+    delta = (do.float() * sdpa(q, k, v)).sum(-1)
+    return do, q, k, v, lse, delta
 
 
 if __name__ == "__main__":
@@ -116,8 +115,7 @@ if __name__ == "__main__":
 #
 # So ``p.T`` and ``ds.T``, named ``p`` and ``ds`` in the kernel, are the next
 # left operands as they are. On Hopper a left operand may come from registers; a
-# right one must be in shared memory. ``ds`` lacks the factor ``scale``: ``dk``
-# is multiplied by it once, at the end.
+# right one must be in shared memory.
 
 
 @triton.jit
@@ -154,16 +152,19 @@ def keys_kernel(
         ds = p * (tl.dot(v, do.T) - delta)
         dv = tl.dot(p.to(do.dtype), do, dv)
         dk = tl.dot(ds.to(q.dtype), q, dk)
-    tl.store(dk_ptr + own * D + offs_d, dk * scale)
-    tl.store(dv_ptr + own * D + offs_d, dv)
+    tl.store(dk_ptr + own * D + offs_d, dk * scale)  # ds lacked scale
+    tl.store(dv_ptr + own * D + offs_d, dv)  # in float16: stores convert
 
 
 def keys_pass(do, q, k, v, lse, delta, kernel=keys_kernel, M=64, N=64):
     """Return dk and dv of contiguous (heads, L, D); M and N divide L."""
-    (heads, L, D), dk, dv = k.shape, torch.empty_like(k), torch.empty_like(v)
+    heads, L, D = k.shape
     assert L % M == L % N == 0  # no load has a mask
-    given = k, v, q, do, lse, delta, dk, dv, D**-0.5, L, D, M, N
-    kernel[L // N, heads](*given, num_warps=4, num_stages=2)
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    tensors = k, v, q, do, lse, delta, dk, dv
+    sizes = D**-0.5, L, D, M, N
+    # Four warps issue Hopper's products. Two stages load a step ahead.
+    kernel[L // N, heads](*tensors, *sizes, num_warps=4, num_stages=2)
     return dk, dv
 
 
@@ -171,9 +172,8 @@ def keys_pass(do, q, k, v, lse, delta, kernel=keys_kernel, M=64, N=64):
 # Is it right?
 # ------------
 #
-# ``p``, ``ds`` and the result are rounded to float16, each by at most
-# :math:`2^{-11}` of its size. We allow :math:`2^{-9}` of the largest element: a
-# margin that we chose, and no bound.
+# Roundings to float16 cost up to :math:`2^{-11}` each: of ``p``, ``ds`` and the
+# result. We allow :math:`2^{-9}` of the largest element: our choice, no bound.
 
 
 def show_errors(names, found, right):
@@ -193,37 +193,39 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# The rate counts the products that a kernel computes: here four of the five.
+# There are 8192 tokens in all, with 32 heads of 64 or 16 of 128. The rate is of
+# GPU time, and counts the products that a pass computes: here four.
 
 
 def rate_of(passes):
-    """Print TFLOP/s of kernels, each with its number of products."""
+    """Print TFLOP/s of calls, each with the number of products to count."""
     rates = {}
     for L, D in ((1024, 64), (1024, 128), (8192, 128)):
-        x = inputs(8192 // L * 2048 // D, L, D)
-        timed = {name: partial(call, *x) for name, (call, _) in passes.items()}
+        heads = 8192 // L * 2048 // D
+        x = inputs(heads, L, D)
+        calls = {name: partial(call, *x) for name, (call, _) in passes.items()}
+        times = gpu_time(calls, turns=20)
+        product = 2e-9 * heads * L * L * D
         rates[f"{L} tokens, heads of {D}"] = {
-            name: round(passes[name][1] * 2e-9 * 8192 * 2048 * L / ms)
-            for name, (ms, *_) in gpu_time(timed, turns=20).items()
+            name: round(count * product / times[name][0])
+            for name, (_, count) in passes.items()
         }
     print("TFLOP/s", pd.DataFrame(rates).T.to_string(), sep="\n")
 
 
-PASSES = {"pass of keys": (keys_pass, 4)}
-
 if __name__ == "__main__" and DEVICE.type == "cuda":
-    rate_of(PASSES)
+    rate_of({"pass of keys": (keys_pass, 4)})
 
 # %%
 # And dq?
 # -------
 #
 # ``dq`` is a sum over keys, so no program above has all of its terms. Each
-# could add its part to a float32 ``dq`` of zeros: in the kernel's names,
-# ``tl.atomic_add`` of ``tl.dot(ds.T, k) * scale``. The order of the additions,
-# and so the last bits, would differ from run to run. Instead, a second pass
-# keeps queries and goes along keys. It computes ``s`` and ``dp`` again: seven
-# products in all.
+# could add its part to ``dq`` in memory, with ``tl.atomic_add``; the order of
+# the additions, and so the last bits, would differ from run to run.
+# ``flash_attention.py`` shows that, and times that way too. Instead, a second
+# pass keeps queries and goes along keys. It computes ``s`` and ``dp`` again:
+# seven products in all.
 #
 # This pass needs no kernel of its own. Let a program keep ``a`` and ``b``, and
 # go along ``x`` and ``y``; the last three columns are what its products give:
@@ -235,11 +237,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #     of keys          k     v     q     do    s.T       dp.T     dk
 #     of queries       q     do    k     v     s         dp       dq
 #
-# In both passes the tile ``ds`` is (N, M), and the left operand of ``ds @ x``;
-# in the pass of keys its rows are keys. The flag ``KEYS`` is for what differs.
-# The pass of keys has one more product, ``p @ y`` for ``dv``, and its queries,
-# with ``lse`` and ``delta``, are columns of the tile; in the pass of queries
-# they are rows.
+# Here ``ds`` is the tile that the pass computes: ``ds.T`` in the pass of keys,
+# where a row is a key, and ``ds`` in the pass of queries. The flag ``KEYS`` is
+# for what differs. The pass of keys has one more product, ``p @ y`` for ``dv``.
+# And ``lse`` and ``delta``, which belong to queries, are for columns of its
+# tile; in the pass of queries they are for rows.
 
 
 @triton.jit
@@ -282,32 +284,42 @@ def pass_kernel(
         tl.store(db_ptr + own * D + offs_d, db)
 
 
-def both_passes(do, q, k, v, lse, delta, M=64, N=64):
-    """Return dq, dk and dv; M and N divide L."""
-    (heads, L, D), grads = q.shape, [torch.empty_like(t) for t in (q, k, v)]
+def run_pass(a, b, x, y, lse, delta, da, db, KEYS, M=64, N=64):
+    """Launch a pass of contiguous (heads, L, D); M and N divide L."""
+    heads, L, D = a.shape
     assert L % M == L % N == 0
-    dq, dk, dv = grads
-    rest = D**-0.5, L, D, M, N
-    for *given, KEYS in (
-        (k, v, q, do, lse, delta, dk, dv, *rest, True),
-        (q, do, k, v, lse, delta, dq, dq, *rest, False),  # no db: dq again
-    ):
-        pass_kernel[L // N, heads](*given, KEYS, num_warps=4, num_stages=2)
-    return grads
+    tensors = a, b, x, y, lse, delta, da, db
+    sizes = D**-0.5, L, D, M, N, KEYS
+    pass_kernel[L // N, heads](*tensors, *sizes, num_warps=4, num_stages=2)
+
+
+def queries_pass(do, q, k, v, lse, delta):
+    """Return dq."""
+    dq = torch.empty_like(q)
+    # Nothing is stored to db here: any pointer will do.
+    run_pass(q, do, k, v, lse, delta, da=dq, db=dq, KEYS=False)
+    return dq
+
+
+def both_passes(do, q, k, v, lse, delta):
+    """Return dq, dk and dv."""
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    run_pass(k, v, q, do, lse, delta, da=dk, db=dv, KEYS=True)
+    return queries_pass(do, q, k, v, lse, delta), dk, dv
 
 
 if __name__ == "__main__":
     show_errors("dq dk dv", both_passes(*x), exact(*x))
 
 # %%
-# *Both passes* counts seven products: four of the pass of keys, which is timed
-# at the left, too, and three of the pass of queries. Where its rate is the
-# lower one, the pass of queries is slower for each product.
-
-PASSES["both passes"] = (both_passes, 7)
+# The pass of queries computes three products. For both passes the rate counts
+# the five that the result needs, as the chart below does. They compute seven:
+# if each pass had the same rate, *both passes* would have 5/7 of it.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
-    rate_of(PASSES)
+    rate_of(
+        {"pass of queries": (queries_pass, 3), "both passes": (both_passes, 5)}
+    )
 
 # %%
 # The op
@@ -315,55 +327,91 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # ``gluon_attention_backward(do, q, k, v, out, lse)`` is ``pass_kernel`` in
 # Gluon, with the roles, barriers and buffers of ``gluon_attention.py``: one
-# warp loads, and each of two groups of four warps has 64 rows of ``a`` and
-# ``b``. It adds a causal mask, any length, and heads of queries that share a
-# head of keys. In short, a step of the pass of keys is as follows; ``scale_2``
-# is ``scale * log2(e)``, for ``exp2``:
+# warp loads. Two groups of four warps compute, each with 64 of a program's 128
+# rows of ``a`` and ``b``. The op adds a causal mask, any length, and heads of
+# queries that share a head of keys. Without these, the loop of a group in the
+# pass of keys is:
 #
 # .. code-block:: python
 #
-#    s = warpgroup_mma(a, x.T, zeros, is_async=True)
-#    dp = warpgroup_mma(b, y.T, zeros, is_async=True)
-#    warpgroup_mma_wait(1)  # s is done, and one product goes on: dp
-#    p = exp2(s * scale_2 - lse)
-#    db = warpgroup_mma(p.to(float16), y, db, is_async=True)
-#    warpgroup_mma_wait(1)  # dp is done, db goes on
-#    ds = p * (dp - delta)
-#    da = warpgroup_mma(ds.to(float16), x, da, is_async=True)
-#    warpgroup_mma_wait(0)  # now the warp that loads may overwrite x and y
+#    TILE = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])  # s, dp
+#    SUMS = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])  # da, db
+#    LEFT = gl.DotOperandLayout(0, SUMS, 2)
+#    COLUMNS = gl.SliceLayout(0, TILE)
+#    for n in range(L // M):
+#        stage, phase = n % STAGES, n // STAGES & 1
+#        mbarrier.wait(full.index(stage), phase)
+#        x, y = x_ring.index(stage), y_ring.index(stage)  # (M, D)
+#        x_t, y_t = x.permute([1, 0]), y.permute([1, 0])
+#        s = warpgroup_mma(a, x_t, zeros, use_acc=False, is_async=True)
+#        dp = warpgroup_mma(b, y_t, zeros, use_acc=False, is_async=True)
+#        s = warpgroup_mma_wait(1, deps=(s,))  # dp may go on
+#        lse = lse_ring.index(stage).load(COLUMNS)[None, :]  # (1, M)
+#        p = gl.exp2(s * scale_2 - lse)  # (64, M)
+#        p_left = gl.convert_layout(p.to(gl.float16), LEFT)
+#        db = warpgroup_mma(p_left, y, db, is_async=True)
+#        dp = warpgroup_mma_wait(1, deps=(dp,))  # db may go on
+#        delta = delta_ring.index(stage).load(COLUMNS)[None, :]
+#        ds = p * (dp - delta)
+#        ds_left = gl.convert_layout(ds.to(gl.float16), LEFT)
+#        da = warpgroup_mma(ds_left, x, da, is_async=True)
+#        da, db = warpgroup_mma_wait(0, deps=(da, db))
+#        mbarrier.arrive(empty.index(stage))
 #
-# Registers are the limit: a thread has at most 255. With heads of 128, ``da``
-# and ``db`` are 2 * 64 * 128 sums for a group's 128 threads: 128 registers in
-# each. A step of 64 queries takes 64 more for ``s`` and ``dp``; one of 128
-# queries would take 128 more, 256 in all. So a step has 64.
+# * *Base 2.* ``scale_2`` is ``scale * log2(e)``, and ``lse`` is to base 2.
+# * *Shared memory.* ``a`` and ``b`` are loaded once, and stay there. The warp
+#   that loads copies ``x``, ``y``, ``lse`` and ``delta`` of a step; one
+#   barrier, ``full``, counts the bytes of all four. A program has 227 KiB. With
+#   heads of 128, ``a`` and ``b`` take 64, and four steps of 64 queries 130.
+# * *Columns.* In each step, a thread reads ``lse`` and ``delta`` of its columns
+#   from shared memory. In the pass of queries they are for rows, in
+#   ``SliceLayout(1, TILE)``, and are loaded once, before the loop, without the
+#   ring.
+# * *Left operands.* ``convert_layout`` moves nothing between threads: each has
+#   the elements of its left operand already.
+# * *Waits.* ``warpgroup_mma_wait(1)`` leaves one product of this group in
+#   flight, the last one issued; ``deps`` names what may be read from then on.
+#   The last wait is for all, because the products for ``da`` and ``db`` read
+#   ``x`` and ``y``: after both groups' ``arrive``, these are overwritten. The
+#   products of one group may run while the other one waits or computes ``p``.
+# * *Registers.* A thread of a group has 240. With heads of 128, ``da`` and
+#   ``db`` are 2 * 64 * 128 numbers for 128 threads: 128 registers in each.
+#   ``s`` and ``dp`` take 64 more in a step of 64 queries; with 128 queries
+#   they would take 128, too many. The pass of queries has no ``db``, so its
+#   steps have 128 keys.
 #
-# The op takes the inputs and both results of ``flash_attention_with_lse``.
+# The op takes the inputs and both results of ``flash_attention_with_lse``:
+# ``out``, from which it computes ``delta``, and ``lse``.
 
 from triton_gallery_ops.gluon_attention_backward import (
     gluon_attention_backward,
 )
 
 # %%
-# It computes ``delta`` from ``out``. Its ``lse`` is to base 2, the one of
-# ``inputs`` to base e:
+# Is the op right? ``inputs`` has ``lse`` to base e, so we convert it. No tile
+# divides 1000 tokens.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     x = inputs(4, 1000, 128)
-    do, q, k, v, lse, _ = (t[None] for t in x)
-    kept = sdpa(q, k, v), lse * math.log2(math.e)
-    found = gluon_attention_backward(do, q, k, v, *kept)
+    do, q, k, v, lse, _ = (t[None] for t in x)  # the op takes a batch
+    lse_2 = lse * math.log2(math.e)
+    found = gluon_attention_backward(do, q, k, v, sdpa(q, k, v), lse_2)
     show_errors("dq dk dv", [grad[0] for grad in found], exact(*x))
 
 # %%
 # The result
 # ----------
 #
-# Causal, in float16, 16384 tokens in all at each length, and 16 heads of 128 or
-# 32 of 64. The rate is of GPU time, and counts the same for all: five products,
-# halved for the mask. At the shortest length a call takes more CPU time, given
-# below the chart. *Triton* is this page's op, in Gluon: ``flash_attention``
-# calls it for all but short inputs. *flash_attention* is the same two passes by
-# that op's kernels in Triton. PyTorch calls the other two.
+# Causal, in float16, 16384 tokens in all at each length, with 16 heads of 128
+# or 32 of 64. The rate is of GPU time. It counts the same for each series: five
+# products, halved for the mask. The last line is what a call costs the CPU. If
+# calls are made one by one, and take less time than that, the GPU waits.
+#
+# * *Triton* is this page's op, which is written in Gluon.
+# * *Triton, without Gluon* is the same two passes in plain Triton: the kernels
+#   that the op ``flash_attention`` has for other GPUs, and for short inputs. On
+#   Hopper, it calls this page's op for longer ones.
+# * *cuDNN* and *FlashAttention-2* are PyTorch's backward by either library.
 
 from triton_gallery_ops.flash_attention import (
     _flash_attention_backward_launch,
@@ -373,9 +421,9 @@ from triton_gallery_ops.flash_attention import (
 LENGTHS = [512, 1024, 2048, 4096, 8192, 16384]
 
 
-def by_library(library, do, *leaves):
+def by_library(library, do, q, k, v):
     """Return a call of a library's backward."""
-    leaves = [t.detach().requires_grad_() for t in leaves]
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
     with sdpa_kernel(library):
         out = sdpa(*leaves, is_causal=True)
     return partial(torch.autograd.grad, out, leaves, do, retain_graph=True)
@@ -386,13 +434,15 @@ def calls(length, D):
     shape = 4, 16384 // length, 2048 // D, length, D
     do, q, k, v = torch.randn(shape, generator=rng, device=DEVICE).half()
     out, lse = flash_attention_with_lse(q, k, v, True)
-    kept = do, q, k, v, out, lse, True
-    in_triton = _flash_attention_backward_launch
+    given = do, q, k, v, out, lse, True, None  # causal, with the usual scale
+    cudnn, flash = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
     return {
-        "Triton": partial(gluon_attention_backward, *kept),
-        "flash_attention": partial(in_triton, *kept, None),
-        "cuDNN": by_library(SDPBackend.CUDNN_ATTENTION, do, q, k, v),
-        "FlashAttention-2": by_library(SDPBackend.FLASH_ATTENTION, do, q, k, v),
+        "Triton": partial(gluon_attention_backward, *given),
+        "Triton, without Gluon": partial(
+            _flash_attention_backward_launch, *given
+        ),
+        "cuDNN": by_library(cudnn, do, q, k, v),
+        "FlashAttention-2": by_library(flash, do, q, k, v),
     }
 
 
@@ -409,6 +459,8 @@ def benchmark(D):
         ratio = wide["Triton"] / wide[other]
         print(f"heads of {D}, op / {other}: {ratio.min():.2f}", end=" ")
         print(f"({ratio.idxmin()} tokens) to {ratio.max():.2f}")
+    cost = table[table["tokens"] == 512].set_index("series")["CPU us"]
+    print("CPU us of a call, 512 tokens:", cost.round().to_dict())
     return table
 
 
@@ -423,51 +475,56 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ---------
 #
 # Write a kernel with the arguments of ``keys_kernel`` and run the cell: it says
-# whether the kernel is right. No GPU is needed.
-#
-# **1.** With a causal mask, query ``i`` sees keys 0 to ``i``. Along which
-# queries does a program have to go, and which elements of ``p`` are 0?
+# whether the kernel is right. No GPU is needed. ``case`` makes the inputs and
+# the right gradients:
 
-causal_kernel = None  # your kernel
+
+def case(heads, heads_of_keys, causal):
+    """Return what a pass of keys takes, and dk and dv in float64."""
+    do, q, _, _, _, _ = inputs(heads, 192, 64)
+    _, _, k, v, _, _ = inputs(heads_of_keys, 192, 64)
+    exact_k, exact_v = (t.double().requires_grad_() for t in (k, v))
+    group = heads // heads_of_keys
+    s = q.double() @ exact_k.repeat_interleave(group, 0).mT / 8
+    if causal:
+        s = s.masked_fill(torch.ones_like(s).triu(1) > 0, -math.inf)
+    out = s.softmax(-1) @ exact_v.repeat_interleave(group, 0)
+    right = torch.autograd.grad(out, (exact_k, exact_v), do.double())
+    lse = s.detach().logsumexp(-1).float()
+    delta = (do * out.detach()).sum(-1).float()
+    return (do, q, k, v, lse, delta), right
 
 
 def check(kernel, tensors, right):
     """Say whether a kernel computes dk and dv within 1e-2, in steps of 32."""
     if kernel is None:
         return "not solved yet"
-    pairs = zip(keys_pass(*tensors, kernel, M=32), right, strict=True)
-    close = [torch.allclose(a.double(), b, atol=1e-2) for a, b in pairs]
-    return "right" if all(close) else "wrong"
+    found = keys_pass(*tensors, kernel, M=32)
+    for grad, best in zip(found, right, strict=True):
+        if not torch.allclose(grad.double(), best, atol=1e-2):
+            return "wrong"
+    return "right"
 
-
-if __name__ == "__main__":
-    do, q, k, v = (t.double() for t in inputs(2, 192, 64)[:4])
-    hidden = torch.ones(192, 192, device=DEVICE).bool().triu(1)
-    s = (q @ k.mT / 8).masked_fill(hidden, -torch.inf)
-    p = s.softmax(-1)
-    delta = (do * (p @ v)).sum(-1)
-    ds = p * (do @ v.mT - delta[..., None]) / 8
-    causal = *(t.half() for t in (do, q, k, v)), s.logsumexp(-1).float()
-    causal = *causal, delta.float()
-    right_causal = ds.mT @ q, p.mT @ do
-    print(check(causal_kernel, causal, right_causal))
 
 # %%
-# **2.** Two heads of queries share a head of keys: head ``h`` of the queries
-# reads head ``h // 2`` of the keys, and its gradients add up there.
+# **1.** With a causal mask, query ``i`` sees keys 0 to ``i``. Along which
+# queries does a program have to go, and which elements of ``p`` are 0?
+
+causal_kernel = None  # your kernel
+
+if __name__ == "__main__":
+    causal = case(heads=2, heads_of_keys=2, causal=True)
+    print(check(causal_kernel, *causal))
+
+# %%
+# **2.** Without a mask, two heads of queries share a head of keys: head ``h``
+# of the queries reads head ``h // 2`` of the keys. Its gradients add up there.
 
 shared_kernel = None  # your kernel
 
 if __name__ == "__main__":
-    do, q, k, v, _, _ = inputs(4, 192, 64)
-    k, v = k[:2].contiguous(), v[:2].contiguous()
-    twice = [t.repeat_interleave(2, 0) for t in (k, v)]
-    lse = torch.stack([logsumexp(q[h], k[h // 2]) for h in range(4)])
-    delta = (do.float() * sdpa(q, *twice)).sum(-1)
-    shared = do, q, k, v, lse, delta
-    _, *grads = exact(do, q, *twice, lse, delta)
-    right_shared = [t.unflatten(0, (2, 2)).sum(1) for t in grads]
-    print(check(shared_kernel, shared, right_shared))
+    shared = case(heads=4, heads_of_keys=2, causal=False)
+    print(check(shared_kernel, *shared))
 
 # %%
 # Answers
@@ -517,7 +574,7 @@ def causal_answer_kernel(
 
 
 if __name__ == "__main__":
-    answer = check(causal_answer_kernel, causal, right_causal)
+    answer = check(causal_answer_kernel, *causal)
     print(answer)
     assert answer == "right"
 
@@ -563,6 +620,6 @@ def shared_answer_kernel(
 
 
 if __name__ == "__main__":
-    answer = check(shared_answer_kernel, shared, right_shared)
+    answer = check(shared_answer_kernel, *shared)
     print(answer)
     assert answer == "right"

@@ -424,8 +424,8 @@ BREAKS = [
     ),
     (
         "the second product is not awaited beside keys",
-        "dp = warpgroup_mma_wait(1, deps=(dp,))",
-        "dp = warpgroup_mma_wait(2, deps=(dp,))",
+        "                dp = warpgroup_mma_wait(1, deps=(dp,))",
+        "                dp = warpgroup_mma_wait(2, deps=(dp,))",
     ),
     (
         "the second product is not awaited beside queries",
@@ -434,8 +434,8 @@ BREAKS = [
     ),
     (
         "sums of keys are not awaited",
-        "da, db = warpgroup_mma_wait(0, deps=(da, db))",
-        "da, db = warpgroup_mma_wait(1, deps=(da, db))",
+        "                da, db = warpgroup_mma_wait(0, deps=(da, db))",
+        "                da, db = warpgroup_mma_wait(1, deps=(da, db))",
     ),
     (
         "sums of queries are not awaited",
