@@ -84,10 +84,9 @@ def exact_sum(N):
 #
 # ``torchrun --nproc-per-node=2 all_reduce.py`` starts one process for each GPU;
 # these are the *ranks*. ``peer_memory.py`` explains them, symmetric memory, and
-# the ``acquire`` and ``release`` of a barrier. Helpers are in the fold at the
-# top: ``tensor_of`` makes a rank's tensor, ``exact_sum`` adds up those of all
-# ranks, ``say`` prints on rank 0, and at ``meet_ranks`` the processes wait for
-# each other. ``dist.all_reduce`` overwrites each rank's tensor with the sum.
+# ``acquire`` and ``release``. Helpers are in the fold at the top: ``tensor_of``
+# makes a rank's tensor, ``exact_sum`` adds up all, ``say`` prints on rank 0, at
+# ``meet_ranks`` the processes wait for each other.
 
 if __name__ == "__main__":
     total = tensor_of(RANK, 4)
@@ -111,19 +110,16 @@ if __name__ == "__main__":
 # reads 5 and adds 1; both see 6 and pass. No rank can pass, and add for the
 # next barrier, before this one has added. So what a rank reads first is a
 # multiple of ``RANKS`` plus at most ``RANKS - 1``, and all have one target.
-# Nothing is reset, so a CUDA graph can replay the launch.
 #
-# A program that has looked ``tries`` times gives up: it sets ``late``, and the
-# sum is NaN. The counts are then off, so a caller looks at ``late``, and uses
-# this memory no more. All ranks make the same calls in the same order, with the
-# same ``N``, on one stream.
+# After ``tries`` looks a program gives up: it sets ``late``, the sum is NaN, and
+# its counts are off. A caller looks at ``late``, and drops memory that was late.
 
 
 @triton.jit
 def count_at(pads_ptr, rank):
     """Return a pointer to this program's count on a rank's pad."""
-    pad_ptr = tl.load(pads_ptr + rank).to(tl.pointer_type(tl.int64))
-    return pad_ptr + tl.program_id(axis=0)
+    address = tl.load(pads_ptr + rank)
+    return address.to(tl.pointer_type(tl.int64)) + tl.program_id(axis=0)
 
 
 @triton.jit
@@ -136,8 +132,7 @@ def tensor_at(buffers_ptr, rank):
 @triton.jit
 def meet(pads_ptr, late_ptr, rank, tries, RANKS: tl.constexpr):
     """Wait for this program on all ranks; return 0, or NaN if one is late."""
-    mine_ptr = count_at(pads_ptr, rank)
-    # Adding 0 reads the count: tl.load has no acquire.
+    mine_ptr = count_at(pads_ptr, rank)  # adding 0 reads it with acquire
     count = tl.atomic_add(mine_ptr, 0, sem="acquire", scope="sys")
     target = (count // RANKS + 1) * RANKS
     tl.debug_barrier()  # all threads have written what they write before this
@@ -163,22 +158,21 @@ def one_shot_kernel(
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    first = tl.program_id(axis=0) * BLOCK
+    pid, programs = tl.program_id(axis=0), tl.num_programs(axis=0)
     lost = meet(pads_ptr, late_ptr, rank, tries, RANKS)
-    for start in range(first, N, tl.num_programs(axis=0) * BLOCK):
+    for start in range(pid * BLOCK, N, programs * BLOCK):
         offs = start + tl.arange(0, BLOCK)  # (BLOCK,)
         acc = tl.zeros((BLOCK,), dtype=tl.float32)
         for peer in tl.static_range(RANKS):
-            ptr = tensor_at(buffers_ptr, peer)
-            acc += tl.load(ptr + offs, mask=offs < N, other=0.0)
+            acc += tl.load(
+                tensor_at(buffers_ptr, peer) + offs, mask=offs < N, other=0.0
+            )
         tl.store(out_ptr + offs, acc + lost, mask=offs < N)
     meet(pads_ptr, late_ptr, rank, tries, RANKS)  # now x may be overwritten
 
 
-# A block has 4 floats for each of 512 threads (16 warps). All programs have to
-# run at once: one that waits must not keep out one that another rank waits for.
-BLOCK, PROGRAMS, MANY = 2048, 32, 70_000
-LARGEST, TRIES = 2**24, 2**26
+# A block has 4 floats for each of 512 threads (16 warps).
+BLOCK, PROGRAMS, MANY, LARGEST, TRIES = 2048, 32, 70_000, 2**24, 2**26
 if DEVICE.type == "cpu":  # less, for Triton's interpreter
     PROGRAMS, MANY, LARGEST, TRIES = 2, 5000, 5000 * RANKS, 2**20
 assert MANY > PROGRAMS * BLOCK  # in the checks, a program has several blocks
@@ -202,8 +196,7 @@ def one_shot(N):
 # ------------
 #
 # Each of ``RANKS`` additions rounds by at most :math:`2^{-24}` of a sum of at
-# most ``RANKS * 6``. All ranks add in the same order, so their sums agree bit
-# for bit.
+# most ``RANKS * 6``. All ranks add in the same order, so their sums are equal.
 
 
 def check_sum(out):
@@ -228,8 +221,7 @@ for N in (1, 1000, MANY):
 # ---------
 #
 # Ranks begin at different moments and wait for each other, so we time 20 calls
-# in a row, in a CUDA graph. ``one_shot_all_reduce`` is PyTorch's kernel for
-# symmetric memory.
+# in a row, in a CUDA graph. It can replay the launch, as no count is reset.
 
 
 def time_calls(calls_of, sizes, width=4, repeats=20):
@@ -281,7 +273,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # The GPU run prints the microseconds of a call: the median, and in brackets the
 # 20th and the 80th percentile. Where 16 times the size takes far less than 16
 # times as long, most of the time does not depend on the size. A barrier does
-# not, and this kernel has two. We remove one.
+# not, and this kernel has two. We remove one. (``one_shot_all_reduce`` is
+# PyTorch's kernel for symmetric memory.)
 #
 # One barrier
 # -----------
@@ -290,6 +283,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # *Two buffers in rotation* replace it. A launch copies its tensor to one buffer
 # and meets; the next launch uses the other. A rank that starts launch 3 has met
 # every rank in launch 2, so all have ended launch 1, and its buffer is free.
+#
+# All ranks make the same calls in the same order, with the same ``N``, on one
+# stream. All programs of a launch run at once, as there are few: one that waits
+# must not keep out one that another rank waits for.
 #
 # ``count // RANKS`` is the number of launches so far; its parity picks the
 # buffer. Program *p* reads only what program *p* of each rank wrote, so it
