@@ -111,7 +111,7 @@ if __name__ == "__main__":
 # next barrier, before this one has added. So what a rank reads first is a
 # multiple of ``RANKS`` plus at most ``RANKS - 1``, and all have one target.
 #
-# After ``tries`` looks a program gives up: it sets ``late``, and the sum is NaN.
+# After ``tries`` looks a program gives up: it sets ``late``; the sum is NaN.
 # Its counts are then off: a caller looks at ``late``, and makes new memory.
 
 
