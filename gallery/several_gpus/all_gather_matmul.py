@@ -26,7 +26,7 @@ All-gather and matmul: hide communication behind a matrix product
 A model that is split over GPUs (tensor parallel) often gathers rows from all of
 them and then multiplies. The product need not wait for all rows: it begins with
 the rows that are here, while others are copied. With few rows there is too
-little work to hide the copies: the table below the last chart says what to take
+little work to hide the copies: the GPU run ends with a table of what to take
 for how many tokens (rows of all GPUs).
 
 After this page you can
@@ -63,7 +63,8 @@ DEVICE = torch.accelerator.current_accelerator(
 if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
 
-# Whether descriptors work: on Hopper and later, and in the interpreter
+# Whether there is a tensor memory accelerator (TMA), which descriptors need: on
+# Hopper (H100, H200) and later; the interpreter does without
 HAS_TMA = DEVICE.type == "cpu" or (
     not torch.version.hip and torch.cuda.get_device_capability() >= (9, 0)
 )
@@ -153,6 +154,28 @@ def what_to_take(times):
     return pd.DataFrame(rows, index).to_string()
 
 
+def timeline(x, weight):
+    """Return when chunks came, and when their tiles began and ended, in us.
+
+    Chunks are in the order of the tiles. This rank's own need not come.
+    """
+    own_chunks = ROWS // CHUNK
+    tiles = CHUNK // TILE[0] * triton.cdiv(N, TILE[1])
+    came = torch.zeros(RANKS * own_chunks, dtype=torch.int64, device=DEVICE)
+    times = came.new_zeros(RANKS * own_chunks, tiles, 2)
+    meet_ranks()
+    pause()
+    gather_matmul(
+        x,
+        weight,
+        launch=partial(timed_kernel[(PROGRAMS - 1,)], times),
+        stamp=lambda place: stamp_kernel[(1,)](came, place),
+    )
+    began, ended = times[..., 0].amin(1), times[..., 1].amax(1)
+    came = came.roll(-RANK * own_chunks)[own_chunks:]
+    return [((t - began.min()) / 1e3).tolist() for t in (came, began, ended)]
+
+
 def draw(came, began, ended):
     """Draw a bar for each chunk, its tiles, and a mark where it came."""
     chunks, own_chunks = len(began), len(began) - len(came)
@@ -173,7 +196,7 @@ def draw(came, began, ended):
 # Each GPU has a process that runs this script, its *rank*: ``peer_memory.py``
 # explains it. Every rank has some rows ``x``, and a part of a weight. It needs
 # the product of *all* ranks' rows with its part of the weight. ``SMALL`` is
-# true without a GPU.
+# true without a GPU: Triton's interpreter then gets small matrices.
 
 DTYPE = torch.float32 if SMALL else torch.bfloat16
 # Rows of each rank, length of the sums, columns of each rank's result
@@ -191,14 +214,17 @@ x, weight = random(ROWS, K), random(N, K)
 everyone = gather(x)
 
 if __name__ == "__main__":
-    flops, received = 2 * RANKS * ROWS * K * N, (RANKS - 1) * x.nbytes
     say(f"{RANKS} ranks: x {tuple(x.shape)}, weight {tuple(weight.shape)}")
-    say(f"received {received:,} bytes: {received / 450e3:.2f} us at 450 GB/s")
-    say(f"{flops:,} operations: {flops / 989e6:.2f} us at 989 TFLOP/s")
+    for ranks in (2, 4, 8):  # at the sizes of GPUs
+        copies = 2 * 8192 * 8192 * (ranks - 1) / ranks / 450e3
+        least = 2 * 8192 * 8192 * 28672 / ranks / 989e6
+        say(f"{ranks} GPUs: copies {copies:.0f} us, product {least:.0f} us")
 
 # %%
-# 450 GB/s and 989 TFLOP/s are from NVIDIA's data sheet; an H100 and an H200
-# have the same. What do PyTorch's functions take?
+# That is at 450 GB/s, NVLink's rate in each direction, and 989 TFLOP/s: both
+# are from NVIDIA's data sheet, the same for an H100 and an H200. At these sizes
+# the product takes longer and can hide the copies, so the least time for both
+# is that of the *product alone*. PyTorch's functions, one after the other:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     calls = {
@@ -210,28 +236,26 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         say(f"{name}: {1e3 * ms:.0f} us")
 
 # %%
-# The product takes longer than the gather and can hide it: the *product alone*
-# is the least time.
-#
 # Rows that arrive beside a kernel
 # --------------------------------
 #
 # Each rank has one buffer for the rows of all ranks, in symmetric memory. It
 # puts its own rows there, and all ranks meet at a barrier. Then copies begin on
-# a *side stream*, in chunks. *Copy engines* copy from other GPUs, and leave the
-# multiprocessors to the kernel. After each chunk, one more copy writes a 1 into
-# the chunk's flag; the flags of this rank's own chunks are 1 from the start.
-# The copies of a stream run in order, so a chunk is there when its flag is set.
-# The 1 comes from the other GPU, too (``ONES``): a copy within one GPU might
-# need multiprocessors, and the waiting kernel occupies them. Each rank begins
-# with the next rank's rows, so that no two begin at the same rank.
+# a *side stream*, in chunks. *Copy engines* make the copies from other GPUs, as
+# both sides are contiguous, and leave the multiprocessors to the kernel. After
+# each chunk, one more copy writes a 1 into the chunk's flag; the flags of this
+# rank's own chunks are 1 from the start. The copies of a stream run in order,
+# so a chunk is there when its flag is set. The 1 comes from the other GPU, too
+# (``ONES``): a copy within one GPU might need multiprocessors, and the waiting
+# kernel occupies them. Each rank begins with the next rank's rows, so that at
+# first each GPU is read by one other: two would share its link.
 #
-# Helpers are in the fold at the top. ``symmetric`` returns every rank's tensor,
-# ``pause`` delays a stream, and ``say`` prints on rank 0. ``begin_aside`` has
+# Helpers are in the fold at the top. ``random`` draws a tensor, ``symmetric``
+# returns every rank's tensor, and ``say`` prints on rank 0. ``begin_aside`` has
 # the side stream wait for what this stream has queued, begins work there, and
-# returns a function that has this stream wait for the work; the CPU goes on. At
-# ``meet_ranks`` the CPU waits for all ranks. At ``barrier``, defined here, the
-# GPU alone does.
+# returns a function that has this stream wait for the work; the CPU goes on.
+# ``pause`` has a stream sleep. At ``meet_ranks`` the CPU waits for all ranks.
+# At ``barrier``, defined here, the GPU alone does.
 
 BUFFERS = symmetric(DTYPE, RANKS * ROWS, K)
 ONES = symmetric(torch.int32, 1)
@@ -244,7 +268,7 @@ meet_ranks()
 def barrier(channel):
     """Have this stream wait for other ranks' streams; the CPU goes on.
 
-    A channel has flags of its own: the two barriers of a call have one each.
+    A channel is a set of flags; each of a call's two barriers has its own.
     """
     dist.barrier() if SMALL else HANDLE.barrier(channel, 100_000)  # ms
 
@@ -327,7 +351,7 @@ def product(x_desc, w_desc, off_m, off_n):
 
 @triton.jit
 def gather_tile(tile, x_desc, w_desc, y_desc, flags_ptr, first, chunk, tries):
-    """Compute one tile once its rows are here; first is this rank's chunk."""
+    """Compute a tile once its rows are here; first: this rank's first chunk."""
     M, N = y_desc.shape
     BLOCK_M: tl.constexpr = y_desc.block_shape[0]
     BLOCK_N: tl.constexpr = y_desc.block_shape[1]
@@ -335,8 +359,8 @@ def gather_tile(tile, x_desc, w_desc, y_desc, flags_ptr, first, chunk, tries):
     tiles = tiles_m * tl.cdiv(N, BLOCK_N)  # of a chunk
     step, within = tile // tiles, tile % tiles
     place = (first + step) % (M // chunk)  # of the chunk
-    off_m = place * chunk + within % tiles_m * BLOCK_M
-    off_n = within // tiles_m * BLOCK_N
+    off_m = place * chunk + (within % tiles_m) * BLOCK_M
+    off_n = (within // tiles_m) * BLOCK_N
     lost = wait(flags_ptr + place, tries)
     acc = product(x_desc, w_desc, off_m, off_n) + lost
     y_desc.store([off_m, off_n], acc.to(y_desc.dtype))
@@ -355,7 +379,7 @@ def gather_kernel(
 # BLOCK_M, BLOCK_N, BLOCK_K: the large tile of *Persistent matmul*
 TILE = (32, 32, 16) if SMALL else (128, 256, 64)
 OPTIONS = {"num_warps": 8, "num_stages": 3}
-TRIES = 2**20 if SMALL else 2**24  # seconds
+TRIES = 2**20 if SMALL else 2**24  # reads of a flag: some seconds
 PROGRAMS = 4
 if not SMALL:
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -439,11 +463,12 @@ if HAS_TMA:
 # How fast?
 # ---------
 #
-# *All rows here* is the kernel with all flags set and no copies: what it takes
-# beyond *product alone* is our slower product. What *this page's kernel* takes
-# beyond *all rows here* is communication. The part of it that lies before and
-# after the tiles is timed alone: own rows, flags and both barriers. PyTorch's
-# *fused* function multiplies each rank's rows as they arrive, too.
+# The GPU run prints the time of this page's kernel, of the same kernel with all
+# flags set and no copies (*all rows here*), and of the *product alone* in
+# cuBLAS. The first minus the second is communication; the second minus the
+# third is our slower product. *Own rows, flags, barriers* is the communication
+# before and after the tiles, without copies. PyTorch's *fused* function
+# multiplies each rank's rows as they arrive, too.
 
 
 def fused(x, weight):
@@ -462,8 +487,13 @@ if __name__ == "__main__" and HAS_TMA and DEVICE.type == "cuda":
         "PyTorch, fused": lambda: fused(x, weight),
         "product alone": lambda: everyone @ weight.T,
     }
+    us = {}
     for name, (ms, *_) in gpu_time(calls, prepare=dist.barrier).items():
-        say(f"{name}: {1e3 * ms:.0f} us")
+        us[name] = 1e3 * ms
+        say(f"{name}: {us[name]:.0f} us")
+    page, all_here, _, _, _, alone = us.values()
+    say(f"so communication takes {page - all_here:.0f} us,")
+    say(f"and our product {all_here - alone:.0f} us more than cuBLAS's")
 
 # %%
 # When did rows come, and when were they used?
@@ -473,9 +503,9 @@ if __name__ == "__main__" and HAS_TMA and DEVICE.type == "cuda":
 # ``timed_kernel`` is ``gather_kernel`` with two times for each tile: before its
 # wait, and after its store. A tiny kernel on the side stream stores when a
 # chunk has come. It needs a multiprocessor that no waiting program occupies, so
-# ``timed_kernel`` leaves one free. A pause delays the GPU until the CPU has
-# launched everything, so that copies and kernel begin together. Triton's
-# interpreter has no such clock.
+# ``timed_kernel`` is launched with one program less. ``timeline``, a helper at
+# the top, pauses the GPU until the CPU has launched everything, so that copies
+# and kernel begin together. Triton's interpreter has no such clock.
 
 
 @triton.jit
@@ -495,28 +525,6 @@ def stamp_kernel(times_ptr, place):
     tl.store(times_ptr + place, tl.extra.cuda.globaltimer())
 
 
-def timeline(x, weight):
-    """Return when chunks came, and when their tiles began and ended, in us.
-
-    Chunks are in the order of the tiles. This rank's own need not come.
-    """
-    own_chunks = ROWS // CHUNK
-    tiles = CHUNK // TILE[0] * triton.cdiv(N, TILE[1])
-    came = torch.zeros(RANKS * own_chunks, dtype=torch.int64, device=DEVICE)
-    times = came.new_zeros(RANKS * own_chunks, tiles, 2)
-    meet_ranks()
-    pause()
-    gather_matmul(
-        x,
-        weight,
-        launch=partial(timed_kernel[(PROGRAMS - 1,)], times),
-        stamp=lambda place: stamp_kernel[(1,)](came, place),
-    )
-    began, ended = times[..., 0].amin(1), times[..., 1].amax(1)
-    came = came.roll(-RANK * own_chunks)[own_chunks:]
-    return [((t - began.min()) / 1e3).tolist() for t in (came, began, ended)]
-
-
 if __name__ == "__main__" and HAS_TMA and DEVICE.type == "cuda":
     timeline(x, weight)  # compiles
     came, began, ended = timeline(x, weight)
@@ -529,38 +537,45 @@ if __name__ == "__main__" and HAS_TMA and DEVICE.type == "cuda":
         draw(came, began, ended)
 
 # %%
-# Time 0 is when the first tile began; this rank's own chunks come first. A mark
-# left of its bar means that no tile waited; within the bar, tiles waited until
-# there. In the recorded runs none waited: the copies are hidden. The stamps run
-# between them, and may delay them.
+# The figure that the GPU run draws has a bar for each chunk, from when its
+# first tile began until its last one ended, and a mark where its rows came.
+# Time 0 is when the first tile of all began; this rank's own chunks come first.
+# A mark left of its bar: no tile waited. A mark within: the first tiles waited
+# until then. The stamps run between the copies, and may delay them.
 #
 # How large is a chunk?
 # ---------------------
 #
 # A small chunk comes earlier. But small chunks need more copies, and fewer
-# consecutive tiles share a tile of the weight. Here this rank's own rows hide
-# all copies, so even one chunk for each rank, the last line, is in time. Above
-# 1024 rows, our ``CHUNK``, the time hardly changes. Compare times within a
-# table only.
+# consecutive tiles share a tile of the weight. At the largest size, each rank
+# is one chunk, and this rank's own rows have to hide the copy of the next
+# rank's. The GPU run prints the time of this page's kernel for each size.
+# Compare times within a table only.
 
 if __name__ == "__main__" and HAS_TMA and DEVICE.type == "cuda":
     sizes = [c for c in (128, 256, 512, 1024, 2048, 4096) if c <= ROWS]
     calls = {c: partial(gather_matmul, x, weight, chunk=c) for c in sizes}
-    for chunk, (ms, *_) in gpu_time(calls, prepare=dist.barrier).items():
-        say(f"{chunk} rows, {chunk * K * 2 / 1e6:.0f} MB: {1e3 * ms:.0f} us")
+    calls["product alone"] = lambda: everyone @ weight.T
+    found = gpu_time(calls, prepare=dist.barrier)
+    for c in sizes:
+        mb = c * K * x.element_size() / 1e6
+        say(f"chunks of {c} rows, {mb:.0f} MB: {1e3 * found[c][0]:.0f} us")
+    say(f"product alone: {1e3 * found['product alone'][0]:.0f} us")
+    best = min(sizes, key=lambda c: found[c][0])
+    say(f"the least time is with {best} rows; elsewhere, CHUNK is {CHUNK}")
 
 # %%
 # The way back: product, then reduce-scatter
 # ------------------------------------------
 #
 # The next layer's weight is split along ``K``, so each rank has a partial sum
-# for *all* rows. These parts are added up, and a rank keeps its own rows. So
-# the product comes first, and its tiles travel: the kernel stores each tile in
-# the memory of the rank that needs it. ``tl.pointer_type`` makes a pointer of
-# an address; ``tl.multiple_of`` promises that 16 divides the address, so that a
-# thread may store 16 bytes at once. The next rank's rows come first, and a
-# rank's own last. After a barrier, each rank adds up the parts that it has
-# received, in float32.
+# for *all* rows. These parts are added up, and a rank keeps its own rows: that
+# is a *reduce-scatter*. So the product comes first, and its tiles travel: the
+# kernel stores each tile in the memory of the rank that needs it.
+# ``tl.pointer_type`` makes a pointer of an address; ``tl.multiple_of`` promises
+# that 16 divides the address, so that a thread may store 16 bytes at once. The
+# next rank's rows come first, and a rank's own last. After a barrier, each rank
+# adds up the parts that it has received, in float32.
 
 
 @triton.jit
@@ -573,9 +588,9 @@ def scatter_kernel(
     tiles = tiles_m * tl.cdiv(N, BLOCK_N)  # of a rank's rows
     pid, programs = tl.program_id(axis=0), tl.num_programs(axis=0)
     for tile in range(pid, M // rows * tiles, programs):
-        to = (rank + 1 + tile // tiles) % (M // rows)
-        off_m = tile % tiles % tiles_m * BLOCK_M  # of that rank's rows
-        off_n = tile % tiles // tiles_m * BLOCK_N
+        to, within = (rank + 1 + tile // tiles) % (M // rows), tile % tiles
+        off_m = (within % tiles_m) * BLOCK_M  # of that rank's rows
+        off_n = (within // tiles_m) * BLOCK_N
         off_x = to * rows + off_m
         part = product(x_desc, w_desc, off_x, off_n)
         address = tl.load(buffers_ptr + to)
@@ -623,14 +638,14 @@ if HAS_TMA:
 
 # %%
 # Each part is rounded once before it travels, and the sum once more: the bound
-# is the sum of the parts' bounds, and one ``eps``. Times follow with the op's.
+# is the sum of the parts' bounds, and one ``eps``.
 #
 # Break it: do not wait
 # ---------------------
 #
 # With no tries the kernel looks at each flag once, and goes on. The copies are
-# late on purpose, so it multiplies the zeros that are in the buffer. Only the
-# NaN of ``wait`` tells such results from others.
+# late on purpose, so it multiplies the zeros that are in the buffer. Such a
+# product looks like any other; the NaN of ``wait`` shows that it is wrong.
 
 if __name__ == "__main__" and HAS_TMA:
     for tries in (0, TRIES):
@@ -647,11 +662,12 @@ if __name__ == "__main__" and HAS_TMA:
 # The op
 # ------
 #
-# The op takes any number of rows, other strides and all dtypes, keeps symmetric
-# memory for all calls, and its product is that of *Persistent matmul*. Here
-# too, a tile whose rows never come is NaN. ``all_gather_matmul_scatter`` is the
-# way back. Both work under ``torch.compile``. Each call zeroes its flags, so a
-# CUDA graph can replay it.
+# The op's kernel differs from this page's in three things: its descriptors have
+# a dimension for the ranks, so that any number of rows is right; it does not
+# wait for own rows; and it has the tile sizes of *Persistent matmul*. Around
+# it, the op takes other strides and all dtypes, and keeps symmetric memory for
+# all calls. Each call zeroes its flags, so a CUDA graph can replay it.
+# ``all_gather_matmul_scatter`` is the way back.
 
 from triton_gallery_ops.all_gather_matmul import (
     all_gather_matmul,
@@ -670,7 +686,7 @@ if __name__ == "__main__" and HAS_TMA:
 
 # %%
 # First the way back. *Its sum alone* is the last step of this page's kernel,
-# which nothing hides. The last line says what takes the least time here.
+# which nothing hides. The GPU run prints the times, and what to take.
 
 
 def scatter_torch(x, weight):
@@ -703,9 +719,9 @@ if __name__ == "__main__" and HAS_TMA and DEVICE.type == "cuda":
 # %%
 # From how many tokens on is there enough to hide behind? *Triton* is the op
 # now, and *Roof* the product alone. The rate is of GPU time, and counts
-# operations of one rank. The table has a call's GPU time and CPU time. Calls in
-# a row take the longer of both, replays of a CUDA graph the GPU time: ``take``
-# and ``in a graph`` name what takes the least.
+# operations of one rank. The table has a call's GPU time and CPU time. ``take``
+# names the least time for calls in a row, which is the longer of both; ``in a
+# graph``, for replays of a CUDA graph, names the least GPU time.
 
 
 def gather_calls(tokens):

@@ -16,10 +16,11 @@ r"""
 All-reduce in one shot and in two
 =================================
 
-A layer that is spread over several GPUs leaves a part of the result on each.
-An *all-reduce* adds the parts up, and every GPU gets the sum. Small tensors, as
-in decoding, cost mostly waiting, and a kernel with a single barrier keeps that
-short. Between hosts, use NCCL; for many megabytes, measure NCCL as well.
+A layer that is spread over several GPUs leaves on each GPU a partial sum of the
+whole result. An *all-reduce* adds these tensors up, and every GPU gets the sum.
+Small tensors, as in decoding, cost mostly waiting, and a kernel with a single
+barrier keeps that short. Between hosts, use NCCL; for many megabytes, measure
+NCCL as well.
 
 After this page you can
 
@@ -66,74 +67,77 @@ def say(*texts, **options):
         print(*texts, **options)
 
 
-def part_of(rank, N):
+def tensor_of(rank, N):
     """Return a rank's tensor, the same wherever it is made."""
     generator = torch.Generator().manual_seed(rank)
     return torch.randn(N, generator=generator).to(DEVICE)
 
 
-def sum_of_parts(N):
+def exact_sum(N):
     """Return what all ranks should get, in float64."""
-    return sum(part_of(rank, N).double() for rank in range(RANKS))
+    return sum(tensor_of(rank, N).double() for rank in range(RANKS))
 
 
 # %%
 # In PyTorch
 # ----------
 #
-# The script runs in a process for each GPU, its *ranks*:
-# ``torchrun --nproc-per-node=2 all_reduce.py``. ``peer_memory.py`` explains
-# them, symmetric memory, and the ``acquire`` and ``release`` of a barrier.
-# ``dist.all_reduce`` overwrites each rank's tensor with the sum. Of the helpers
-# in the fold at the top, ``part_of`` makes a rank's tensor, its *part*, ``say``
-# prints on rank 0, and at ``meet_ranks`` the processes wait for each other.
+# ``torchrun --nproc-per-node=2 all_reduce.py`` starts one process for each GPU;
+# these are the *ranks*. ``peer_memory.py`` explains them, symmetric memory, and
+# ``acquire`` and ``release``. Helpers are in the fold at the top: ``tensor_of``
+# makes a rank's tensor, ``exact_sum`` adds up all, ``say`` prints on rank 0, at
+# ``meet_ranks`` the processes wait for each other.
 
 if __name__ == "__main__":
-    total = part_of(RANK, 4)
+    total = tensor_of(RANK, 4)
     dist.all_reduce(total)
-    torch.testing.assert_close(total.double(), sum_of_parts(4))
+    torch.testing.assert_close(total.double(), exact_sum(4))
     say("ranks:", RANKS, "sum:", *(f"{value:.3f}" for value in total.tolist()))
 
 # %%
-# In *one shot*, each rank reads the whole tensor of each other rank. In *two*,
-# rank *r* adds up slice *r* of all ranks' tensors, then reads the other slices
-# of the sum from the ranks that have them. What a rank reads from the others,
-# as a multiple of the tensor's size:
-
-if __name__ == "__main__":
-    for ranks in (2, 4, 8):
-        two = 2 * (ranks - 1) / ranks
-        say(f"{ranks} ranks: one shot reads {ranks - 1}, two read {two}")
-
-# %%
-# From three ranks on, two shots read less, but they need one more barrier.
-#
 # The first kernel
 # ----------------
 #
-# It is one shot between two barriers. ``symmetric_floats`` gives each rank a
-# tensor, ``x.mine``, and tables of the addresses of all ranks' tensors and
-# signal pads, ``x.buffers`` and ``x.pads``. Every pad has a *count* for each
-# program. In ``meet``, a program adds 1 to its count on all ranks, and waits
-# until the count on its own pad reaches a target, the next multiple of
-# ``RANKS``. No rank passes before this one adds: until then the count is a
-# multiple of ``RANKS``, plus one for each rank that is already here. So nothing
-# is reset, and a CUDA graph can replay the launch; in int64 the count does not
-# overflow. A program that has looked ``tries`` times gives up: it sets
-# ``late``, and the sum is NaN.
+# In *one shot*, each rank reads the whole tensor of each other rank. The kernel
+# waits for all ranks, adds up their tensors, and waits again.
+# ``symmetric_floats`` gives each rank a tensor, ``x.mine``, and tables of the
+# addresses of all ranks' tensors and signal pads, ``x.buffers`` and ``x.pads``.
+#
+# Every pad has a *count* for each program. In ``meet``, a program adds 1 to its
+# count on all ranks, and waits until the count on its own pad reaches a target,
+# the next multiple of ``RANKS``. Say two ranks have passed two barriers, so the
+# count is 4. Rank 1 comes first: it reads 4, adds 1, and waits for 6. Rank 0
+# reads 5 and adds 1; both see 6 and pass. No rank can pass, and add for the
+# next barrier, before this one has added. So what a rank reads first is a
+# multiple of ``RANKS`` plus at most ``RANKS - 1``, and all have one target.
+#
+# After ``tries`` looks a program gives up: it sets ``late``; the sum is NaN.
+# Its counts are then off: a caller looks at ``late``, and makes new memory.
+
+
+@triton.jit
+def count_at(pads_ptr, rank):
+    """Return a pointer to this program's count on a rank's pad."""
+    address = tl.load(pads_ptr + rank)
+    return address.to(tl.pointer_type(tl.int64)) + tl.program_id(axis=0)
+
+
+@triton.jit
+def tensor_at(buffers_ptr, rank):
+    """Return a pointer to a rank's tensor."""
+    ptr = tl.load(buffers_ptr + rank).to(tl.pointer_type(tl.float32))
+    return tl.multiple_of(ptr, 16)  # so a thread loads 16 bytes at once
 
 
 @triton.jit
 def meet(pads_ptr, late_ptr, rank, tries, RANKS: tl.constexpr):
     """Wait for this program on all ranks; return 0, or NaN if one is late."""
-    slot = tl.program_id(axis=0)
-    mine_ptr = tl.load(pads_ptr + rank).to(tl.pointer_type(tl.int64)) + slot
-    count = tl.atomic_add(mine_ptr, 0, sem="acquire", scope="sys")  # reads it
+    mine_ptr = count_at(pads_ptr, rank)  # adding 0 reads it with acquire
+    count = tl.atomic_add(mine_ptr, 0, sem="acquire", scope="sys")
     target = (count // RANKS + 1) * RANKS
-    tl.debug_barrier()  # all threads of this program have written
+    tl.debug_barrier()  # all threads have written what they write before this
     for peer in tl.static_range(RANKS):  # unrolled
-        pad_ptr = tl.load(pads_ptr + peer).to(tl.pointer_type(tl.int64))
-        tl.atomic_add(pad_ptr + slot, 1, sem="release", scope="sys")
+        tl.atomic_add(count_at(pads_ptr, peer), 1, sem="release", scope="sys")
     while (count < target) & (tries > 0):
         tries -= 1
         count = tl.atomic_add(mine_ptr, 0, sem="acquire", scope="sys")
@@ -154,23 +158,22 @@ def one_shot_kernel(
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    first = tl.program_id(axis=0) * BLOCK
+    pid, programs = tl.program_id(axis=0), tl.num_programs(axis=0)
     lost = meet(pads_ptr, late_ptr, rank, tries, RANKS)
-    for start in range(first, N, tl.num_programs(axis=0) * BLOCK):
+    for start in range(pid * BLOCK, N, programs * BLOCK):
         offs = start + tl.arange(0, BLOCK)  # (BLOCK,)
         acc = tl.zeros((BLOCK,), dtype=tl.float32)
         for peer in tl.static_range(RANKS):
-            ptr = tl.load(buffers_ptr + peer).to(tl.pointer_type(tl.float32))
-            ptr = tl.multiple_of(ptr, 16)  # so a thread loads 16 bytes at once
-            acc += tl.load(ptr + offs, mask=offs < N, other=0.0)
+            acc += tl.load(
+                tensor_at(buffers_ptr, peer) + offs, mask=offs < N, other=0.0
+            )
         tl.store(out_ptr + offs, acc + lost, mask=offs < N)
     meet(pads_ptr, late_ptr, rank, tries, RANKS)  # now x may be overwritten
 
 
-# Of 16 warps, a thread has 16 bytes of a block; each program meets all ranks.
-BLOCK, PROGRAMS, MANY = 2048, 32, 70_000
-LARGEST, TRIES = 2**24, 2**26
-if DEVICE.type == "cpu":
+# A block has 4 floats for each of 512 threads (16 warps).
+BLOCK, PROGRAMS, MANY, LARGEST, TRIES = 2048, 32, 70_000, 2**24, 2**26
+if DEVICE.type == "cpu":  # less, for Triton's interpreter
     PROGRAMS, MANY, LARGEST, TRIES = 2, 5000, 5000 * RANKS, 2**20
 assert MANY > PROGRAMS * BLOCK  # in the checks, a program has several blocks
 OPTIONS = {"RANKS": RANKS, "BLOCK": BLOCK, "num_warps": 16}
@@ -193,14 +196,13 @@ def one_shot(N):
 # ------------
 #
 # Each of ``RANKS`` additions rounds by at most :math:`2^{-24}` of a sum of at
-# most ``RANKS * 6``. All ranks add in the same order, so their sums agree bit
-# for bit.
+# most ``RANKS * 6``. All ranks add in the same order, so their sums are equal.
 
 
 def check_sum(out):
     """Assert that a tensor is the sum, equal on all ranks."""
-    expected = sum_of_parts(len(out))
-    tolerance = RANKS * 2**-24 * RANKS * 6  # no number is larger than 6
+    expected = exact_sum(len(out))
+    tolerance = RANKS * 2**-24 * RANKS * 6  # tensor_of draws none beyond 6
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=tolerance)
     of_rank_0 = out.clone()
     dist.broadcast(of_rank_0, src=0)
@@ -211,7 +213,7 @@ def check_sum(out):
 
 
 for N in (1, 1000, MANY):
-    x.mine[:N] = part_of(RANK, N)
+    x.mine[:N] = tensor_of(RANK, N)
     say(N, "numbers:", check_sum(one_shot(N)))
 
 # %%
@@ -219,8 +221,7 @@ for N in (1, 1000, MANY):
 # ---------
 #
 # Ranks begin at different moments and wait for each other, so we time 20 calls
-# in a row, in a CUDA graph. ``one_shot_all_reduce`` is PyTorch's kernel for
-# symmetric memory.
+# in a row, in a CUDA graph. It can replay the launch, as no count is reset.
 
 
 def time_calls(calls_of, sizes, width=4, repeats=20):
@@ -263,13 +264,17 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
             ),
         }
 
-    say(microseconds(time_calls(first_calls, (2**12, 2**16, 2**24))))
+    times = time_calls(first_calls, (2**12, 2**16, 2**24))
+    say(microseconds(times))
+    small, medium, _ = (of["this kernel"][0] for of in times.values())
+    say(f"16 times the first size takes {medium / small:.1f} times as long")
 
 # %%
-# These are microseconds of a call: the median, and in brackets the 20th and the
-# 80th percentile. From the first size to the second the tensor grows 16 times,
-# and the time far less: most of it does not depend on the size. We remove a
-# barrier.
+# The GPU run prints the microseconds of a call: the median, and in brackets the
+# 20th and the 80th percentile. Where 16 times the size takes far less than 16
+# times as long, most of the time does not depend on the size. A barrier does
+# not, and this kernel has two. We remove one. (``one_shot_all_reduce`` is
+# PyTorch's kernel for symmetric memory.)
 #
 # One barrier
 # -----------
@@ -279,11 +284,17 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # and meets; the next launch uses the other. A rank that starts launch 3 has met
 # every rank in launch 2, so all have ended launch 1, and its buffer is free.
 #
-# Program *p* reads only what program *p* of each rank wrote, so it meets only
-# those. Which numbers are its own depends on ``BLOCK`` and on how many programs
-# there are. So every launch has ``PROGRAMS``, even where some have nothing to
-# do: else *p* could overwrite what another program still reads. The buffer
-# follows from the count, to which each launch adds ``RANKS``.
+# All ranks make the same calls in the same order, with the same ``N``, on one
+# stream. All programs of a launch run at once, as there are few: one that waits
+# must not keep out one that another rank waits for.
+#
+# ``count // RANKS`` is the number of launches so far; its parity picks the
+# buffer. Program *p* reads only what program *p* of each rank wrote, so it
+# waits for those alone. Every launch has ``PROGRAMS``, even where some have
+# nothing to do. With fewer in one launch, the counts of the others would lag:
+# they would pick the other buffer, and overwrite numbers that a slower rank
+# still reads. (Behind a second barrier nobody reads, so ``one_shot`` may launch
+# fewer.)
 
 
 @triton.jit
@@ -300,24 +311,23 @@ def one_barrier_kernel(
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    pid = tl.program_id(axis=0)
-    count_ptr = tl.load(pads_ptr + rank).to(tl.pointer_type(tl.int64)) + pid
+    first = tl.program_id(axis=0) * BLOCK
+    step = tl.num_programs(axis=0) * BLOCK
+    count_ptr = count_at(pads_ptr, rank)
     count = tl.atomic_add(count_ptr, 0, sem="relaxed", scope="sys")
-    begin = count // RANKS % 2 * half  # of this launch's buffer
-    mine_ptr = tl.load(buffers_ptr + rank).to(tl.pointer_type(tl.float32))
-    mine_ptr = tl.multiple_of(mine_ptr, 16)
-    for start in range(pid * BLOCK, N, tl.num_programs(axis=0) * BLOCK):
+    begin = ((count // RANKS) % 2) * half  # of this launch's buffer
+    mine_ptr = tensor_at(buffers_ptr, rank)
+    for start in range(first, N, step):
         offs = start + tl.arange(0, BLOCK)  # (BLOCK,)
         x = tl.load(x_ptr + offs, mask=offs < N)
         tl.store(mine_ptr + begin + offs, x, mask=offs < N)
     lost = meet(pads_ptr, late_ptr, rank, tries, RANKS)
-    for start in range(pid * BLOCK, N, tl.num_programs(axis=0) * BLOCK):
+    for start in range(first, N, step):
         offs = start + tl.arange(0, BLOCK)
         acc = tl.zeros((BLOCK,), dtype=tl.float32)
         for peer in tl.static_range(RANKS):
-            ptr = tl.load(buffers_ptr + peer).to(tl.pointer_type(tl.float32))
-            ptr = tl.multiple_of(ptr, 16)
-            acc += tl.load(ptr + begin + offs, mask=offs < N, other=0.0)
+            ptr = tensor_at(buffers_ptr, peer) + begin
+            acc += tl.load(ptr + offs, mask=offs < N, other=0.0)
         tl.store(out_ptr + offs, acc + lost, mask=offs < N)
 
 
@@ -325,49 +335,55 @@ HALF = triton.cdiv(LARGEST, 16) * 16  # the second buffer is aligned, too
 both = symmetric_floats(2 * HALF)
 
 
-def one_barrier(part):
+def one_barrier(given):
     """Return the sum of all ranks' tensors, from any memory of the GPU."""
-    assert part.is_contiguous()
-    assert part.numel() <= HALF
-    out, N = torch.empty_like(part), part.numel()
+    assert given.is_contiguous()
+    assert given.numel() <= HALF
+    out, N = torch.empty_like(given), given.numel()
     where = both.buffers, both.pads, late, RANK
     one_barrier_kernel[(PROGRAMS,)](
-        part, out, *where, N=N, half=HALF, tries=TRIES, **OPTIONS
+        given, out, *where, N=N, half=HALF, tries=TRIES, **OPTIONS
     )
     return out
 
 
 for N in (1, MANY, 3000):
-    check_sum(one_barrier(part_of(RANK, N)))
+    check_sum(one_barrier(tensor_of(RANK, N)))
 
 # %%
-# Does the barrier save more than the copy costs?
+# Does leaving out a barrier save more than the copy costs? The run prints both
+# times. Compare times within a table only: one kernel's vary between tables.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
 
     def barrier_calls(N):
         """Return the calls for N numbers."""
-        part = torch.randn(N, device=DEVICE)
+        given = torch.randn(N, device=DEVICE)
         return {
             "two barriers": lambda: one_shot(N),
-            "one barrier, and a copy": lambda: one_barrier(part),
+            "one barrier, and a copy": lambda: one_barrier(given),
         }
 
     say(microseconds(time_calls(barrier_calls, (2**12, 2**16))))
 
 # %%
-# At the larger size it does. At the smaller one the first kernel launches fewer
-# programs, and the two are closer. Compare times within a table only: those of
-# one kernel vary between tables.
-#
 # Two shots
 # ---------
 #
-# Rank *r* adds up slice *r* of all ranks' tensors, and overwrites slice *r* of
-# its own with the sum: no other rank reads it before the barrier. Then each
-# rank reads every slice, of ``SLICE`` numbers, from the rank that has it. The
-# first step is called *reduce-scatter*, the second *all-gather*. The last
-# barrier only protects ``x``; two buffers would replace it.
+# In *two shots*, rank *r* adds up slice *r* of all ranks' tensors, and
+# overwrites slice *r* of its own with the sum: no other rank reads it before
+# the barrier. Then each rank reads every slice, of ``size`` numbers, from the
+# rank that has it. The first step is called *reduce-scatter*, the second
+# *all-gather*. What a rank reads from the others, in sizes of the tensor:
+
+if __name__ == "__main__":
+    for ranks in (2, 4, 8):
+        two = 2 * (ranks - 1) / ranks
+        say(f"{ranks} ranks: one shot reads {ranks - 1}, two read {two}")
+
+# %%
+# From three ranks on, two shots read less, but they need one more barrier. (The
+# last barrier only protects ``x``; two buffers would replace it.)
 
 
 @triton.jit
@@ -377,54 +393,49 @@ def two_shot_kernel(
     pads_ptr,
     late_ptr,
     rank,
-    SLICE,
+    size,
     tries,
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     first = tl.program_id(axis=0) * BLOCK
     step = tl.num_programs(axis=0) * BLOCK
-    mine_ptr = tl.load(buffers_ptr + rank).to(tl.pointer_type(tl.float32))
-    mine_ptr = tl.multiple_of(mine_ptr, 16)
+    mine_ptr = tensor_at(buffers_ptr, rank) + rank * size
     lost = meet(pads_ptr, late_ptr, rank, tries, RANKS)
-    for start in range(first, SLICE, step):
+    for start in range(first, size, step):
         offs = start + tl.arange(0, BLOCK)  # (BLOCK,), in the slice
         acc = tl.zeros((BLOCK,), dtype=tl.float32)
         for peer in tl.static_range(RANKS):
-            ptr = tl.load(buffers_ptr + peer).to(tl.pointer_type(tl.float32))
-            ptr = tl.multiple_of(ptr, 16) + rank * SLICE
-            acc += tl.load(ptr + offs, mask=offs < SLICE, other=0.0)
-        ptrs = mine_ptr + rank * SLICE + offs
-        tl.store(ptrs, acc + lost, mask=offs < SLICE)
-    lost = meet(pads_ptr, late_ptr, rank, tries, RANKS)
-    for start in range(first, SLICE, step):
+            ptr = tensor_at(buffers_ptr, peer) + rank * size
+            acc += tl.load(ptr + offs, mask=offs < size, other=0.0)
+        tl.store(mine_ptr + offs, acc + lost, mask=offs < size)
+    lost += meet(pads_ptr, late_ptr, rank, tries, RANKS)  # NaN stays NaN
+    for start in range(first, size, step):
         offs = start + tl.arange(0, BLOCK)
         for peer in tl.static_range(RANKS):
-            ptr = tl.load(buffers_ptr + peer).to(tl.pointer_type(tl.float32))
-            ptr = tl.multiple_of(ptr, 16) + peer * SLICE
-            total = tl.load(ptr + offs, mask=offs < SLICE) + lost
-            tl.store(out_ptr + peer * SLICE + offs, total, mask=offs < SLICE)
+            ptr = tensor_at(buffers_ptr, peer) + peer * size
+            total = tl.load(ptr + offs, mask=offs < size) + lost
+            tl.store(out_ptr + peer * size + offs, total, mask=offs < size)
     meet(pads_ptr, late_ptr, rank, tries, RANKS)
 
 
-def two_shots(N):
+def two_shots(N, tries=TRIES):
     """Return the sum of the first N numbers, and overwrite x.mine."""
     assert N % RANKS == 0
     assert N <= LARGEST
     out = torch.empty(N, device=DEVICE)
     where = x.buffers, x.pads, late, RANK
-    two_shot_kernel[(PROGRAMS,)](
-        out, *where, SLICE=N // RANKS, tries=TRIES, **OPTIONS
-    )
+    grid = (min(triton.cdiv(N // RANKS, BLOCK), PROGRAMS),)
+    two_shot_kernel[grid](out, *where, size=N // RANKS, tries=tries, **OPTIONS)
     return out
 
 
 for N in (RANKS, 999 * RANKS, MANY * RANKS):
-    x.mine[:N] = part_of(RANK, N)
+    x.mine[:N] = tensor_of(RANK, N)
     check_sum(two_shots(N))
 
 # %%
-# Where do two shots begin to pay?
+# Where do two shots begin to pay? The last line of the GPU run says it.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
 
@@ -432,22 +443,21 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         """Return the calls for N numbers."""
         return {"one": lambda: one_shot(N), "two": lambda: two_shots(N)}
 
-    sizes = (2**14, 2**18, 2**22, 2**24)
-    say(microseconds(time_calls(shot_calls, sizes)))
+    times = time_calls(shot_calls, (2**14, 2**18, 2**22, 2**24))
+    say(microseconds(times))
+    pays = [size for size, of in times.items() if of["two"][0] < of["one"][0]]
+    say("two shots took less time at", pays or "none of these sizes")
 
 # %%
-# On two GPUs two shots read no less, and this kernel takes longer at every
-# size. In the recorded run on four GPUs, which this table does not show, it
-# takes less at the two largest.
-#
 # The op
 # ------
 #
-# ``all_reduce`` has one barrier in one shot, and two in two shots. It takes
-# tensors of any size, in half precision too. It chooses one shot or two by the
-# bytes and the ranks: the table below says which. All ranks call
-# ``all_reduce_memory`` once for a dtype and the largest size, and pass what it
-# returns to every call.
+# ``all_reduce`` has two buffers in both ways: one barrier in one shot, two in
+# two shots. It takes tensors of any size, in half precision too, and chooses
+# the way by the bytes and the ranks. All ranks call ``all_reduce_memory`` once
+# for a dtype and the largest size, and pass what it returns to every call. Its
+# ``late`` is in the CPU's memory: the next call sees it without waiting for the
+# GPU, and raises an error.
 #
 # After the sum, a transformer adds a residual and takes the RMSNorm. Separate
 # kernels would read the sum again. A program of ``all_reduce_rms_norm`` has a
@@ -466,7 +476,7 @@ from triton_gallery_ops.all_reduce import (
 
 memory = all_reduce_memory(LARGEST, torch.float32)
 for shots in (1, 2):
-    check_sum(all_reduce(part_of(RANK, 4001), memory, shots))
+    check_sum(all_reduce(tensor_of(RANK, 4001), memory, shots))
 
 # %%
 # A CUDA graph replays a launch with the same arguments; only the count changes,
@@ -489,7 +499,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # The result
 # ----------
 #
-# *Triton* is the op now. The table has the microseconds of a call.
+# *Triton* is the op now. The chart that the GPU run draws has rates; it also
+# prints the microseconds of a call. Whether two shots pay depends on the
+# kernel, too: the last two lines say where PyTorch's took less time than its
+# one shot, and where the op took two.
 
 SIZES = [2**k for k in (12, 14, 16, 18, 19, 20, 22, 24)]
 
@@ -501,9 +514,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 
     def result_calls(N):
         """Return the calls for N numbers."""
-        part = torch.randn(N, device=DEVICE).bfloat16()
+        given = torch.randn(N, device=DEVICE).bfloat16()
         return {
-            "Triton": lambda: all_reduce(part, memory),
+            "Triton": lambda: all_reduce(given, memory),
             "NCCL": lambda: dist.all_reduce(t16[:N]),
             "PyTorch, one shot": lambda: symm_ops.one_shot_all_reduce(
                 t16[:N], "sum", WORLD
@@ -520,17 +533,15 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     us = results.assign(us=results["bytes"] / results["GB/s"] / 1e3)
     us = us.pivot(index="bytes", columns="series", values="us")
     say(us.round(1).assign(fastest=us.idxmin(axis=1)).to_string())
+    one_takes, two_take = us["PyTorch, one shot"], us["PyTorch, two shots"]
+    say("PyTorch's two shots took less at", [*us.index[two_take < one_takes]])
     two = [size for size in times if _all_reduce_two_shots(size, RANKS)]
-    say("the op took two shots at", *two, "bytes")
+    say("the op took two shots at", two, "bytes")
 
 # %%
-# Up to the third size the time grows little. Whether two shots pay depends on
-# the kernel, too: in both recorded runs, PyTorch's take less time than its one
-# shot at the five largest sizes.
-#
-# In the next chart, *Triton* is ``all_reduce_rms_norm`` on tokens of 8192
-# numbers; the other line is NCCL, an addition and PyTorch's ``rms_norm``. The
-# rate counts the bytes of the sum.
+# Next, *Triton* is ``all_reduce_rms_norm`` on tokens of 8192 numbers, beside
+# NCCL, an addition and PyTorch's ``rms_norm``. The rate counts the bytes of the
+# sum.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     weight = torch.ones(8192, dtype=torch.bfloat16, device=DEVICE)
@@ -562,22 +573,17 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Break it
 # --------
 #
-# What if a rank does not come? Here only rank 0 calls. It looks ``tries`` times
-# for the others, then gives up. Like the kernels above, the op then stores NaN
-# as the sum. Its ``late`` is in the CPU's memory, so the next call sees it
-# without waiting for the GPU, and raises an error.
-
-few = all_reduce_memory(1000, torch.float32, tries=100)
+# What if a rank does not come? Here only rank 0 calls ``two_shots``. It gives
+# up at the first barrier, and the whole sum is NaN. With ``lost =`` instead of
+# ``lost +=`` it would not be: at each barrier rank 0 adds 1 itself, so with two
+# ranks its second ``meet`` finds the target reached and returns 0. Slice 1
+# would be the numbers of rank 1 alone, which look like any others.
 
 if __name__ == "__main__":
     if RANK == 0:
-        out = all_reduce(part_of(RANK, 1000), few)
-        say("NaN:", out.isnan().all().item())
+        out = two_shots(1000 * RANKS, tries=100)
+        say("all NaN:", out.isnan().all().item(), "late:", late.item())
         assert out.isnan().all() == (RANKS > 1)
-        try:
-            all_reduce(part_of(RANK, 1000), few)
-        except RuntimeError as error:
-            say(*str(error).split("; "), sep="\n")
     meet_ranks()
 
 # %%
@@ -590,7 +596,7 @@ if __name__ == "__main__":
 #
 # **1.** The first half of two shots alone: rank *r* gets slice *r* of the sum.
 # This is a *reduce-scatter*. The arguments are ``out_ptr, buffers_ptr, rank,
-# SLICE, RANKS: tl.constexpr, BLOCK: tl.constexpr``. The check lets all ranks
+# size, RANKS: tl.constexpr, BLOCK: tl.constexpr``. The check lets all ranks
 # meet before and after, so the kernel has no ``meet``.
 
 scatter_kernel = None  # your kernel
@@ -604,7 +610,7 @@ def check(kernel, N, expected, *arguments, changed=()):
     if kernel is None:
         say("not solved yet")
         return False
-    x.mine[:N] = part_of(RANK, N)
+    x.mine[:N] = tensor_of(RANK, N)
     out = torch.full_like(expected, float("nan"))
     meet_ranks()
     grid = (out.shape[0] if out.ndim > 1 else triton.cdiv(len(out), BLOCK),)
@@ -618,11 +624,11 @@ def check(kernel, N, expected, *arguments, changed=()):
     return bool(verdict.item())
 
 
-def check_scatter(kernel, SLICE=3000):
+def check_scatter(kernel, size=3000):
     """Check exercise 1."""
-    total = sum_of_parts(RANKS * SLICE).float()
-    mine = total[RANK * SLICE :][:SLICE]
-    return check(kernel, RANKS * SLICE, mine, RANK, SLICE)
+    total = exact_sum(RANKS * size).float()
+    mine = total[RANK * size :][:size]
+    return check(kernel, RANKS * size, mine, RANK, size)
 
 
 if __name__ == "__main__":
@@ -640,8 +646,8 @@ norm_kernel = None  # your kernel
 
 def check_norm(kernel, rows=3, H=1500, eps=1e-6):
     """Check exercise 2."""
-    residual, weight = part_of(98, rows * H).view(rows, H), part_of(99, H)
-    h = sum_of_parts(rows * H).view(rows, H).float() + residual
+    residual, weight = tensor_of(98, rows * H).view(rows, H), tensor_of(99, H)
+    h = exact_sum(rows * H).view(rows, H).float() + residual
     expected = torch.nn.functional.rms_norm(h, (H,), weight, eps)
     given = residual, weight, H, eps
     return check(kernel, rows * H, expected, *given, changed=[(residual, h)])
@@ -660,15 +666,14 @@ if __name__ == "__main__":
 
 @triton.jit
 def scatter_answer_kernel(
-    out_ptr, buffers_ptr, rank, SLICE, RANKS: tl.constexpr, BLOCK: tl.constexpr
+    out_ptr, buffers_ptr, rank, size, RANKS: tl.constexpr, BLOCK: tl.constexpr
 ):
     offs = tl.program_id(axis=0) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros((BLOCK,), dtype=tl.float32)
     for peer in tl.static_range(RANKS):
-        ptr = tl.load(buffers_ptr + peer).to(tl.pointer_type(tl.float32))
-        ptr += rank * SLICE
-        acc += tl.load(ptr + offs, mask=offs < SLICE, other=0.0)
-    tl.store(out_ptr + offs, acc, mask=offs < SLICE)
+        ptr = tensor_at(buffers_ptr, peer) + rank * size
+        acc += tl.load(ptr + offs, mask=offs < size, other=0.0)
+    tl.store(out_ptr + offs, acc, mask=offs < size)
 
 
 # %%
@@ -692,7 +697,7 @@ def norm_answer_kernel(
     offs = tl.program_id(axis=0) * H + cols
     h = tl.load(residual_ptr + offs, mask=mask, other=0.0)
     for peer in tl.static_range(RANKS):
-        ptr = tl.load(buffers_ptr + peer).to(tl.pointer_type(tl.float32))
+        ptr = tensor_at(buffers_ptr, peer)
         h += tl.load(ptr + offs, mask=mask, other=0.0)
     tl.store(residual_ptr + offs, h, mask=mask)
     weight = tl.load(weight_ptr + cols, mask=mask)

@@ -235,6 +235,8 @@ def _all_reduce_two_shot_kernel(
             place = (group * RANKS + peer) * WIDTH + lanes
             x = tl.load(mine_ptr + place, mask=mask, other=0.0)
             total += x.to(tl.float32)
+        # A rank that comes too late for this sum still reads it.
+        total = tl.where(left > 0, total, float("nan"))
         # Over what this rank has sent to itself
         tl.store(mine_ptr + offs, total.to(dtype), mask=mask)
     left = _all_reduce_meet(
