@@ -346,7 +346,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #    LEFT = gl.DotOperandLayout(0, SUMS, 2)  # left, where SUMS is the result
 #    COLUMNS = gl.SliceLayout(0, TILE)
 #    zeros = gl.zeros((64, M), gl.float32, TILE)
-#    da = db = gl.zeros((64, D), gl.float32, SUMS)
+#    da = gl.zeros((64, D), gl.float32, SUMS)
+#    db = gl.zeros((64, D), gl.float32, SUMS)
 #    mbarrier.wait(kept, 0)  # until a and b are loaded
 #    for n in range(L // M):
 #        stage, phase = n % STAGES, n // STAGES & 1
@@ -370,9 +371,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #    # Write da * scale and db to shared memory, over a and b; TMA stores them.
 #
 # 1. *Shared memory.* In each step, the warp that loads waits for ``empty`` and
-#    copies ``x``, ``y``, and M numbers of ``lse`` and ``delta`` with TMA. The
-#    barrier ``full`` counts the bytes of all four. A program has 227 KiB. With
-#    heads of 128, ``a`` and ``b`` take 64, and four steps of 64 queries 130.
+#    copies ``x``, ``y``, and M numbers each of ``lse`` and ``delta`` with TMA.
+#    The barrier ``full`` counts the bytes of all four. A program has 227 KiB.
+#    With heads of 128, ``a`` and ``b`` take 64, four steps of 64 queries 130.
 # 2. *Both orders.* ``permute`` copies nothing: Hopper reads a right operand of
 #    16 bits in either order. So one copy of ``x`` serves ``x_t`` and ``x``.
 # 3. *Waits.* ``warpgroup_mma_wait(1)`` leaves one product of this group in
