@@ -18,7 +18,8 @@ The backward of attention on Hopper
 
 ``flash_attention.py`` derives the gradients of attention and computes them in
 one pass with atomic additions, or in two passes without. This page looks at the
-two passes: they are one kernel with its arguments exchanged, and a flag.
+two passes. One kernel does both: the second pass exchanges its arguments and
+sets a flag.
 The op at the end is that kernel in Gluon, Triton's lower-level language, for
 Hopper: NVIDIA's H100 and H200. On other GPUs, take ``flash_attention``.
 
@@ -26,8 +27,8 @@ After this page you can
 
 * say which five products the backward has, and why two passes compute seven;
 * write one pass, and get the other one by exchanging its arguments;
-* choose which scores to compute, a tile or its transpose, so that the next
-  product finds its operand in registers.
+* choose between a tile of scores and its transpose, so that the next product
+  has its left operand in registers already.
 """
 
 # sphinx_gallery_tags = ["attention", "compute bound", "TMA", "Gluon"]
@@ -83,14 +84,14 @@ def inputs(heads, L, D):
     for head in range(heads):  # not all at once: scores take memory
         s = q[head].float() @ k[head].float().T * D**-0.5
         lse[head] = s.logsumexp(-1)
-    delta = (do.float() * sdpa(q, k, v)).sum(-1)
+    delta = (do.float() * sdpa(q, k, v)).sum(-1)  # sdpa: PyTorch's attention
     return do, q, k, v, lse, delta
 
 
 if __name__ == "__main__":
     for L in (1024, 16384):
         flop = 5 * 2 * L * L * 128
-        nbytes = 7 * 2 * L * 128  # do, q, k, v in; dq, dk, dv out
+        nbytes = 7 * 2 * L * 128  # do, q, k, v in; dq, dk, dv out; once
         print(f"{L:5} tokens: {flop / nbytes:.0f} operations a byte")
 
 # %%
@@ -134,16 +135,16 @@ def keys_kernel(
     M: tl.constexpr,
     N: tl.constexpr,
 ):
-    # The first row of this head; in int32, its offset could overflow.
-    head = tl.program_id(axis=1).to(tl.int64) * L
+    # This head's first row, in int64: times D, it may pass 2**31.
+    base = tl.program_id(axis=1).to(tl.int64) * L
     offs_d = tl.arange(0, D)[None, :]  # (1, D)
-    own = head + tl.program_id(axis=0) * N + tl.arange(0, N)[:, None]  # (N, 1)
+    own = base + tl.program_id(axis=0) * N + tl.arange(0, N)[:, None]  # (N, 1)
     k = tl.load(k_ptr + own * D + offs_d)  # (N, D)
     v = tl.load(v_ptr + own * D + offs_d)
     dk = tl.zeros((N, D), dtype=tl.float32)
     dv = tl.zeros((N, D), dtype=tl.float32)
     for start in range(0, L, M):
-        row = head + start + tl.arange(0, M)  # (M,)
+        row = base + start + tl.arange(0, M)  # (M,)
         q = tl.load(q_ptr + row[:, None] * D + offs_d)  # (M, D)
         do = tl.load(do_ptr + row[:, None] * D + offs_d)
         lse = tl.load(lse_ptr + row)[None, :]  # (1, M)
@@ -163,7 +164,7 @@ def keys_pass(do, q, k, v, lse, delta, kernel=keys_kernel, M=64, N=64):
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     tensors = k, v, q, do, lse, delta, dk, dv
     sizes = D**-0.5, L, D, M, N
-    # Four warps issue Hopper's products. Two stages load a step ahead.
+    # A group of four warps issues a product. Two stages load a step ahead.
     kernel[L // N, heads](*tensors, *sizes, num_warps=4, num_stages=2)
     return dk, dv
 
@@ -172,8 +173,8 @@ def keys_pass(do, q, k, v, lse, delta, kernel=keys_kernel, M=64, N=64):
 # Is it right?
 # ------------
 #
-# Roundings to float16 cost up to :math:`2^{-11}` each: of ``p``, ``ds`` and the
-# result. We allow :math:`2^{-9}` of the largest element: our choice, no bound.
+# Rounding ``p``, ``ds`` and the result costs up to :math:`2^{-11}` each. We
+# allow :math:`2^{-9}` of the largest element. This is a rule of thumb.
 
 
 def show_errors(names, found, right):
@@ -193,8 +194,8 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# There are 8192 tokens in all, with 32 heads of 64 or 16 of 128. The rate is of
-# GPU time, and counts the products that a pass computes: here four.
+# There are eight sequences of 1024 tokens, or one of 8192, with 32 heads of 64
+# or 16 of 128. The rate is of GPU time, and counts the pass's four products.
 
 
 def rate_of(passes):
@@ -222,10 +223,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # ``dq`` is a sum over keys, so no program above has all of its terms. Each
 # could add its part to ``dq`` in memory, with ``tl.atomic_add``; the order of
-# the additions, and so the last bits, would differ from run to run.
-# ``flash_attention.py`` shows that, and times that way too. Instead, a second
-# pass keeps queries and goes along keys. It computes ``s`` and ``dp`` again:
-# seven products in all.
+# the additions, and so the last bits, would differ from run to run. Instead, a
+# second pass keeps queries and goes along keys. It computes ``s`` and ``dp``
+# again: seven products in all.
 #
 # This pass needs no kernel of its own. Let a program keep ``a`` and ``b``, and
 # go along ``x`` and ``y``; the last three columns are what its products give:
@@ -261,15 +261,15 @@ def pass_kernel(
     N: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    head = tl.program_id(axis=1).to(tl.int64) * L
+    base = tl.program_id(axis=1).to(tl.int64) * L
     offs_d = tl.arange(0, D)[None, :]
-    own = head + tl.program_id(axis=0) * N + tl.arange(0, N)[:, None]
+    own = base + tl.program_id(axis=0) * N + tl.arange(0, N)[:, None]
     a = tl.load(a_ptr + own * D + offs_d)  # (N, D)
     b = tl.load(b_ptr + own * D + offs_d)
     da = tl.zeros((N, D), dtype=tl.float32)
     db = tl.zeros((N, D), dtype=tl.float32)
     for start in range(0, L, M):
-        row = head + start + tl.arange(0, M)[:, None]  # (M, 1)
+        row = base + start + tl.arange(0, M)[:, None]  # (M, 1)
         x = tl.load(x_ptr + row * D + offs_d)  # (M, D)
         y = tl.load(y_ptr + row * D + offs_d)
         # The compiler knows KEYS, and keeps one branch: (1, M) or (N, 1).
@@ -309,12 +309,15 @@ def both_passes(do, q, k, v, lse, delta):
 
 
 if __name__ == "__main__":
-    show_errors("dq dk dv", both_passes(*x), exact(*x))
+    for D in (64, 128):
+        print(f"heads of {D}")
+        x = inputs(2, 192, D)
+        show_errors("dq dk dv", both_passes(*x), exact(*x))
 
 # %%
-# The pass of queries computes three products. For both passes the rate counts
-# the five that the result needs, as the chart below does. They compute seven:
-# if each pass had the same rate, *both passes* would have 5/7 of it.
+# The pass of queries computes three products. *Both passes* compute seven, but
+# count as the five that the result needs, as in the chart at the end: if both
+# passes are equally fast, *both passes* has 5/7 of their rate.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     rate_of(
@@ -325,60 +328,70 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # The op
 # ------
 #
-# ``gluon_attention_backward(do, q, k, v, out, lse)`` is ``pass_kernel`` in
-# Gluon, with the roles, barriers and buffers of ``gluon_attention.py``: one
-# warp loads. Two groups of four warps compute, each with 64 of a program's 128
-# rows of ``a`` and ``b``. The op adds a causal mask, any length, and heads of
-# queries that share a head of keys. Without these, the loop of a group in the
-# pass of keys is:
+# In ``pass_kernel``, Triton's compiler decides how the warps share the work and
+# where they wait for a product. In Gluon we decide: one warp does nothing but
+# load, and a group of warps computes ``p`` while other products run.
+#
+# ``gluon_attention_backward(do, q, k, v, out, lse)`` is ``pass_kernel`` with
+# the roles, barriers and buffers of ``gluon_attention.py``. Two groups of four
+# warps compute. Below, ``a`` and ``b`` are a group's own 64 of the program's
+# 128 rows, in shared memory. The op adds a causal mask, any length, and heads
+# of queries that share a head of keys. Without these, a group in the pass of
+# keys runs this; the list below explains the numbers.
 #
 # .. code-block:: python
 #
 #    TILE = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])  # s, dp
 #    SUMS = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])  # da, db
-#    LEFT = gl.DotOperandLayout(0, SUMS, 2)
+#    LEFT = gl.DotOperandLayout(0, SUMS, 2)  # left, where SUMS is the result
 #    COLUMNS = gl.SliceLayout(0, TILE)
+#    zeros = gl.zeros((64, M), gl.float32, TILE)
+#    da = gl.zeros((64, D), gl.float32, SUMS)
+#    db = gl.zeros((64, D), gl.float32, SUMS)
+#    mbarrier.wait(kept, 0)  # until a and b are loaded
 #    for n in range(L // M):
 #        stage, phase = n % STAGES, n // STAGES & 1
-#        mbarrier.wait(full.index(stage), phase)
+#        mbarrier.wait(full.index(stage), phase)  # (1)
 #        x, y = x_ring.index(stage), y_ring.index(stage)  # (M, D)
-#        x_t, y_t = x.permute([1, 0]), y.permute([1, 0])
+#        x_t, y_t = x.permute([1, 0]), y.permute([1, 0])  # (2)
 #        s = warpgroup_mma(a, x_t, zeros, use_acc=False, is_async=True)
 #        dp = warpgroup_mma(b, y_t, zeros, use_acc=False, is_async=True)
-#        s = warpgroup_mma_wait(1, deps=(s,))  # dp may go on
-#        lse = lse_ring.index(stage).load(COLUMNS)[None, :]  # (1, M)
-#        p = gl.exp2(s * scale_2 - lse)  # (64, M)
-#        p_left = gl.convert_layout(p.to(gl.float16), LEFT)
+#        s = warpgroup_mma_wait(1, deps=(s,))  # (3) dp may go on
+#        lse = lse_ring.index(stage).load(COLUMNS)[None, :]  # (1, M), base 2
+#        p = gl.exp2(s * scale_2 - lse)  # scale_2 is scale * log2(e)
+#        p_left = gl.convert_layout(p.to(gl.float16), LEFT)  # (4)
 #        db = warpgroup_mma(p_left, y, db, is_async=True)
-#        dp = warpgroup_mma_wait(1, deps=(dp,))  # db may go on
+#        dp = warpgroup_mma_wait(1, deps=(dp,))  # (3) db may go on
 #        delta = delta_ring.index(stage).load(COLUMNS)[None, :]
 #        ds = p * (dp - delta)
-#        ds_left = gl.convert_layout(ds.to(gl.float16), LEFT)
+#        ds_left = gl.convert_layout(ds.to(gl.float16), LEFT)  # (4)
 #        da = warpgroup_mma(ds_left, x, da, is_async=True)
-#        da, db = warpgroup_mma_wait(0, deps=(da, db))
-#        mbarrier.arrive(empty.index(stage))
+#        da, db = warpgroup_mma_wait(0, deps=(da, db))  # (5)
+#        mbarrier.arrive(empty.index(stage))  # (5)
+#    # Write da * scale and db to shared memory, over a and b; TMA stores them.
 #
-# * *Base 2.* ``scale_2`` is ``scale * log2(e)``, and ``lse`` is to base 2.
-# * *Shared memory.* ``a`` and ``b`` are loaded once, and stay there. The warp
-#   that loads copies ``x``, ``y``, ``lse`` and ``delta`` of a step; one
-#   barrier, ``full``, counts the bytes of all four. A program has 227 KiB. With
-#   heads of 128, ``a`` and ``b`` take 64, and four steps of 64 queries 130.
-# * *Columns.* In each step, a thread reads ``lse`` and ``delta`` of its columns
-#   from shared memory. In the pass of queries they are for rows, in
-#   ``SliceLayout(1, TILE)``, and are loaded once, before the loop, without the
-#   ring.
-# * *Left operands.* ``convert_layout`` moves nothing between threads: each has
-#   the elements of its left operand already.
-# * *Waits.* ``warpgroup_mma_wait(1)`` leaves one product of this group in
-#   flight, the last one issued; ``deps`` names what may be read from then on.
-#   The last wait is for all, because the products for ``da`` and ``db`` read
-#   ``x`` and ``y``: after both groups' ``arrive``, these are overwritten. The
-#   products of one group may run while the other one waits or computes ``p``.
-# * *Registers.* A thread of a group has 240. With heads of 128, ``da`` and
-#   ``db`` are 2 * 64 * 128 numbers for 128 threads: 128 registers in each.
-#   ``s`` and ``dp`` take 64 more in a step of 64 queries; with 128 queries
-#   they would take 128, too many. The pass of queries has no ``db``, so its
-#   steps have 128 keys.
+# 1. *Shared memory.* In each step, the warp that loads waits for ``empty`` and
+#    copies ``x``, ``y``, and M numbers each of ``lse`` and ``delta`` with TMA.
+#    The barrier ``full`` counts the bytes of all four. A program has 227 KiB.
+#    With heads of 128, ``a`` and ``b`` take 64, four steps of 64 queries 130.
+# 2. *Both orders.* ``permute`` copies nothing: Hopper reads a right operand of
+#    16 bits in either order. So one copy of ``x`` serves ``x_t`` and ``x``.
+# 3. *Waits.* ``warpgroup_mma_wait(1)`` leaves one product of this group in
+#    flight, the last one issued; ``deps`` names what may be read from then on.
+#    The other group's products may run at any time.
+# 4. *Left operands.* ``convert_layout`` moves nothing between threads: each has
+#    the elements of its left operand already.
+# 5. *The last wait* is for all. The products for ``da`` and ``db`` read ``x``
+#    and ``y``, which are overwritten once both groups arrive at ``empty``: no
+#    product may be in flight then. To let ``db`` run into the next step, a
+#    group would have to arrive later, and to keep ``p_left`` until then.
+#
+# *Registers* limit a step. A thread has 240 (the loading warp's have fewer).
+# With heads of 128, ``da`` and ``db`` are 2 * 64 * 128 numbers for 128 threads:
+# 128 registers in each. With 64 queries, ``s`` and ``dp`` take 64, and both
+# left operands, of 16 bits, 32. With 128 queries these would double: too many.
+# The pass of queries has no ``db``, so its steps have 128 keys. Its ``lse`` and
+# ``delta`` are for rows, in ``SliceLayout(1, TILE)``: loaded before the loop.
 #
 # The op takes the inputs and both results of ``flash_attention_with_lse``:
 # ``out``, from which it computes ``delta``, and ``lse``.
@@ -404,13 +417,13 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # Causal, in float16, 16384 tokens in all at each length, with 16 heads of 128
 # or 32 of 64. The rate is of GPU time. It counts the same for each series: five
-# products, halved for the mask. The last line is what a call costs the CPU. If
-# calls are made one by one, and take less time than that, the GPU waits.
+# products, halved for the mask. The line below a table is what a call costs the
+# CPU. If calls made one by one take the GPU less time, it waits for the CPU.
 #
 # * *Triton* is this page's op, which is written in Gluon.
 # * *Triton, without Gluon* is the same two passes in plain Triton: the kernels
 #   that the op ``flash_attention`` has for other GPUs, and for short inputs. On
-#   Hopper, it calls this page's op for longer ones.
+#   Hopper, ``flash_attention`` calls this page's op for longer ones.
 # * *cuDNN* and *FlashAttention-2* are PyTorch's backward by either library.
 
 from triton_gallery_ops.flash_attention import (
@@ -517,8 +530,8 @@ if __name__ == "__main__":
     print(check(causal_kernel, *causal))
 
 # %%
-# **2.** Without a mask, two heads of queries share a head of keys: head ``h``
-# of the queries reads head ``h // 2`` of the keys. Its gradients add up there.
+# **2.** Without a mask, head ``h`` of the queries reads head ``h // 2`` of the
+# keys. So two heads of queries add to the gradients of one head of keys.
 
 shared_kernel = None  # your kernel
 
@@ -550,16 +563,16 @@ def causal_answer_kernel(
     M: tl.constexpr,
     N: tl.constexpr,
 ):
-    head = tl.program_id(axis=1).to(tl.int64) * L
+    base = tl.program_id(axis=1).to(tl.int64) * L
     offs_d = tl.arange(0, D)[None, :]
     first = tl.program_id(axis=0) * N
-    own = head + first + tl.arange(0, N)[:, None]
+    own = base + first + tl.arange(0, N)[:, None]
     k = tl.load(k_ptr + own * D + offs_d)
     v = tl.load(v_ptr + own * D + offs_d)
     dk = tl.zeros((N, D), dtype=tl.float32)
     dv = tl.zeros((N, D), dtype=tl.float32)
     for start in range(first // M * M, L, M):
-        row = head + start + tl.arange(0, M)
+        row = base + start + tl.arange(0, M)
         q = tl.load(q_ptr + row[:, None] * D + offs_d)
         do = tl.load(do_ptr + row[:, None] * D + offs_d)
         lse = tl.load(lse_ptr + row)[None, :]
@@ -598,15 +611,15 @@ def shared_answer_kernel(
     M: tl.constexpr,
     N: tl.constexpr,
 ):
-    head = tl.program_id(axis=1).to(tl.int64) * L
+    base = tl.program_id(axis=1).to(tl.int64) * L
     offs_d = tl.arange(0, D)[None, :]
-    own = head + tl.program_id(axis=0) * N + tl.arange(0, N)[:, None]
+    own = base + tl.program_id(axis=0) * N + tl.arange(0, N)[:, None]
     k = tl.load(k_ptr + own * D + offs_d)
     v = tl.load(v_ptr + own * D + offs_d)
     dk = tl.zeros((N, D), dtype=tl.float32)
     dv = tl.zeros((N, D), dtype=tl.float32)
     for start in range(0, 2 * L, M):
-        row = 2 * head + start + tl.arange(0, M)  # of two heads
+        row = 2 * base + start + tl.arange(0, M)  # of two heads
         q = tl.load(q_ptr + row[:, None] * D + offs_d)
         do = tl.load(do_ptr + row[:, None] * D + offs_d)
         lse = tl.load(lse_ptr + row)[None, :]

@@ -146,16 +146,16 @@ def in_torch(x, weight):
 
 # %%
 # The *floor* is ``x`` and the weight read once, values and scales written once.
-# One kernel moves just that. Of two, the first also writes the norm, and the
-# second reads it. ``Traffic`` counts what PyTorch's operators move. On a GPU
-# ``rms_norm`` is one operator; on the CPU it is several, which move more.
+# One kernel moves just that; two also write and read ``y``. ``Traffic`` counts
+# what PyTorch moves. On a GPU ``rms_norm`` is one operator, on the CPU several.
 
 if __name__ == "__main__":
     x, weight = randn(64, 4096).bfloat16(), randn(4096).bfloat16()
     with Traffic() as traffic:
         values, scales = in_torch(x, weight)
     floor = sum(t.nbytes for t in (x, weight, values, scales))
-    moved = {f"PyTorch, {len(traffic.operators)} operators": traffic.moved}
+    count = len(traffic.operators)
+    moved = {f"PyTorch on {DEVICE.type}, {count} operators": traffic.moved}
     moved |= {"two kernels": floor + 2 * x.nbytes, "one kernel": floor}
     for name, count in moved.items():
         print(f"{name}: {count:,} bytes, {count / floor:.2f} times the floor")
@@ -164,11 +164,10 @@ if __name__ == "__main__":
 # The first kernel
 # ----------------
 #
-# It begins as the kernel of an RMSNorm: ``r`` is one over the root mean square.
-# But it does not store ``y``. The row's largest magnitude gives the scale, and
-# the row, still in registers, is multiplied by the scale's inverse. Two kernels
-# would store ``y`` in the dtype of ``x``. So this one rounds ``y`` to it, as
-# vLLM and TensorRT-LLM do. Masked elements of 0 change no sum and no maximum.
+# As in any RMSNorm, ``r`` is one over the root mean square. But ``y`` stays in
+# registers: its largest magnitude gives the scale, and ``y`` is multiplied by
+# the scale's inverse. Two kernels would store ``y`` in the dtype of ``x``. So
+# this one rounds ``y`` to it, as vLLM and TensorRT-LLM do.
 
 
 @triton.jit
@@ -183,32 +182,32 @@ def norm_kernel(
     BLOCK_N: tl.constexpr,
 ):
     row = tl.program_id(axis=0).to(tl.int64)  # row * N may pass 2**31
-    offs = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
-    mask = offs < N
-    x = tl.load(x_ptr + row * N + offs, mask=mask, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    cols = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+    mask = cols < N  # elements past the row are 0: no sum or maximum changes
+    x = tl.load(x_ptr + row * N + cols, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     r = tl.rsqrt(tl.sum(x * x, axis=0) / N + EPS)
     y = x * r * weight  # (BLOCK_N,)
     y = y.to(x_ptr.dtype.element_ty).to(tl.float32)  # as if stored in x's dtype
     largest = tl.max(tl.abs(y), axis=0)
     scale = tl.maximum(largest / MAX, 2.0**-126)
-    values = y * (1 / scale)  # (BLOCK_N,); just above MAX at most
-    values = values.to(values_ptr.dtype.element_ty)  # which rounds that to MAX
-    tl.store(values_ptr + row * N + offs, values, mask=mask)
+    values = y * (1 / scale)  # (BLOCK_N,); may pass MAX by a rounding error
+    values = values.to(values_ptr.dtype.element_ty)  # float8: then it is MAX
+    tl.store(values_ptr + row * N + cols, values, mask=mask)
     tl.store(scale_ptr + row, scale)
 
 
 def norm_and_quantize(x, weight, eps=EPS, dtype=E4M3, MAX=448.0):
     """Return the norm divided by its scales (one for a row), and the scales."""
     M, N = x.shape
-    assert 0 < N <= 16384  # 16 warps: 1024 threads on AMD GPUs, the limit
+    assert 0 < N <= 16384  # at most 16 warps: 1024 threads on AMD, the limit
     assert weight.shape == (N,)
-    assert dtype.is_floating_point  # for int8, store_groups (below) rounds
+    assert torch.finfo(dtype).max >= MAX  # no int8: store_groups (below) rounds
     x, weight = x.contiguous(), weight.contiguous()
     values = torch.empty_like(x, dtype=dtype)
     scales = x.new_empty(M, 1, dtype=torch.float32)
     BLOCK_N = triton.next_power_of_2(N)
-    warps = max(1, BLOCK_N // 1024)  # 32 threads each, 32 elements a thread
+    warps = max(1, BLOCK_N // 1024)  # NVIDIA: 32 threads each, of 32 elements
     tensors = x, weight, values, scales
     norm_kernel[(M,)](*tensors, N, eps, MAX, BLOCK_N, num_warps=warps)
     return values, scales
@@ -218,10 +217,11 @@ def norm_and_quantize(x, weight, eps=EPS, dtype=E4M3, MAX=448.0):
 # Is it right?
 # ------------
 #
-# Values first stay float32 and may be off by 0.01. In float8, the interpreter
-# loses carries, so inputs need no rounding: ``x * r`` is 1 or -1, and weights
-# are float8 numbers up to 448. Last, float32 weights are larger by under half a
-# bfloat16 step: a kernel that forgets to round ``y`` fails here.
+# Values first stay float32 and may be off by 0.01. The interpreter's cast to
+# float8 is wrong where rounding carries into the next bit, so inputs here need
+# no rounding: ``x * r`` is 1 or -1, weights are float8 numbers up to 448, and
+# the scale is 1. Last, float32 weights are larger by under half a bfloat16
+# step: a kernel that forgets to round ``y`` fails here, in its scales.
 
 
 def compare(values, scales, exact, allowed=0.01, largest=448):
@@ -281,9 +281,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # The steps after ``y`` serve any kernel, so they become a function, here with a
 # scale for each group. One jit function may call another, which is inlined.
 # This one reshapes the row to (groups, 128): each row of that block is a group.
-# Shapes must be constants, which a local ``tl.constexpr`` is. ``GROUP`` is a
-# power of two, at most ``BLOCK_N``; if they are equal, the row is one group.
-# For int8, values are rounded first, as a cast cuts the fraction off.
+# A shape must be known at compile time, so ``GROUPS`` is a ``tl.constexpr``.
+# ``GROUP`` is a power of two, at most ``BLOCK_N``; if both are equal, a row is
+# one group, and ``prepare`` takes ``N`` for it. For int8, pass ``MAX=127.0``;
+# values are rounded before the cast, which cuts the fraction off.
 #
 # *Your own kernel:* compute ``y``, with 0 in masked elements, round it, and
 # call ``store_groups``, as the next two kernels do. In a LayerNorm, load the
@@ -310,18 +311,18 @@ def store_groups(
     if values_ptr.dtype.element_ty.is_int():  # decided at compile time
         values = tl.floor(values + 0.5)
     values = values.to(values_ptr.dtype.element_ty)
-    offs = tl.arange(0, BLOCK_N)
-    tl.store(values_ptr + offs, values, mask=offs < N)
-    offs = tl.arange(0, GROUPS)
-    tl.store(scale_ptr + offs, scale, mask=offs < tl.cdiv(N, GROUP))
+    cols = tl.arange(0, BLOCK_N)
+    tl.store(values_ptr + cols, values, mask=cols < N)
+    groups = tl.arange(0, GROUPS)
+    tl.store(scale_ptr + groups, scale, mask=groups < tl.cdiv(N, GROUP))
 
 
 def prepare(x, GROUP, dtype, MAX):
-    """Return empty values and scales of x's rows, and options of the launch."""
+    """Return empty values and scales of a contiguous x, and launch options."""
     M, N = x.shape
     assert 0 < N <= 16384
     info = torch.finfo if dtype.is_floating_point else torch.iinfo
-    assert info(dtype).max >= MAX
+    assert info(dtype).max >= MAX, f"{dtype} has no {MAX}: pass MAX"
     values = torch.empty_like(x, dtype=dtype)
     scales = x.new_empty(M, triton.cdiv(N, GROUP), dtype=torch.float32)
     BLOCK_N = max(GROUP, triton.next_power_of_2(N))
@@ -466,7 +467,8 @@ if __name__ == "__main__":
 #
 # * scales that the caller gives, and scales that are powers of two;
 # * several short rows in a program, and long rows of SwiGLU;
-# * strides, as gate and up have in one tensor, and ``1 + weight`` for Gemma;
+# * strides, for gate and up that are two halves of one tensor;
+# * ``1 + weight``, which Gemma has;
 # * NaN scales for rows with NaN, which ``tl.max`` and ``tl.maximum`` ignore.
 
 from triton_gallery_ops.fused_quantize import (
@@ -501,7 +503,7 @@ if __name__ == "__main__":
 # The last two lines that the run prints count values that differ from those of
 # two ops. Kernels may sum a row in different orders, so ``r`` may differ in its
 # last bit. Then a ``y`` half way between two bfloat16 numbers may become
-# either, and its value the next float8 number.
+# either, and its quantized value the neighboring float8 number.
 
 SIZES = [1024, 2048, 2880, 4096, 5120, 7168, 12288, 16384]
 ROW = 1, -1  # rows x columns that share a scale; -1 is all
@@ -590,16 +592,16 @@ def one_wait_answer_kernel(
     BLOCK_N: tl.constexpr,
 ):
     row = tl.program_id(axis=0).to(tl.int64)
-    offs = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
-    mask = offs < N
-    x = tl.load(x_ptr + row * N + offs, mask=mask, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    cols = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+    mask = cols < N
+    x = tl.load(x_ptr + row * N + cols, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     y = x * weight
     largest = tl.max(tl.abs(y), axis=0)
     r = tl.rsqrt(tl.sum(x * x, axis=0) / N + EPS)
     scale = tl.maximum(largest * r / MAX, 2.0**-126)
     values = (y * (r / scale)).to(values_ptr.dtype.element_ty)
-    tl.store(values_ptr + row * N + offs, values, mask=mask)
+    tl.store(values_ptr + row * N + cols, values, mask=mask)
     tl.store(scale_ptr + row, scale)
 
 

@@ -196,7 +196,8 @@ def rows_of_bytes(generator):
 # FP8 here is ``float8_e4m3fn``: a sign, four bits of exponent, three of
 # mantissa, and no infinity. Its largest number is 448. We divide each row by a
 # *scale* that brings its largest magnitude to 448, and keep the scale:
-# :math:`x \approx \mathit{values} \cdot \mathit{scale}`. PyTorch does it in
+# :math:`x \approx \mathit{values} \cdot \mathit{scale}`. In int8 the largest
+# magnitude becomes 127, and quotients are rounded to integers. PyTorch takes
 # several operators, each a kernel; ``Traffic`` counts the bytes that they move.
 # The *floor* is what any kernel moves: ``x`` in, values and scales out.
 
@@ -263,12 +264,12 @@ def quantize_rows(x, kernel=row_kernel, dtype=E4M3, MAX=None):
     """Return each row divided by its scale, and the scales; x is finite."""
     MAX = MAX or largest_number(dtype)
     M, N = x.shape
-    assert 0 < N <= 16384  # 16 warps; the op reads longer rows twice
+    assert 0 < N <= 16384  # the op reads longer rows twice
     x = x.contiguous()
     values = torch.empty_like(x, dtype=dtype)
     scales = x.new_empty(M, 1, dtype=torch.float32)
     BLOCK_N = triton.next_power_of_2(N)
-    warps = max(1, BLOCK_N // 1024)  # 32 threads each, 32 elements a thread
+    warps = max(1, BLOCK_N // 1024)  # of 32 threads, on AMD 64; 16 at most
     kernel[(M,)](x, values, scales, N, MAX, BLOCK_N, num_warps=warps)
     return values, scales
 
@@ -295,7 +296,7 @@ def exact_rows(M, N, largest=448):
 
 if __name__ == "__main__":
     x, powers = exact_rows(7, 1000)
-    x[3:5] = 0  # row 3 is all zeros
+    x[3:5] = 0  # row 3 stays all zeros
     x[4, 0] = 2.0**-125  # so small that row 4 has the least scale
     powers[3:5] = 2.0**-126
     values, scales = quantize_rows(x)
@@ -311,10 +312,10 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# The matrices have ``2**28`` bfloat16 numbers in rows of N, and become float8.
-# GB/s are the floor's bytes over the time. The *roof* is a copy of as many; it
-# is measured, so a kernel may be a little above it. The first line is about
-# random numbers: those half way between two float8 numbers may become either.
+# Matrices of ``2**28`` bfloat16 numbers, in rows of N, become float8. GB/s are
+# the floor's bytes over the time. The *roof* is a copy of as many bytes; it is
+# measured, so a kernel may be a little above it. The first line compares with
+# PyTorch: only numbers half way between two float8 numbers may differ.
 
 ELEMENTS = 2**28  # far more than a GPU's caches hold
 FLOOR = 3e-6 * ELEMENTS  # megabytes: two bytes read, one written
@@ -350,8 +351,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Break it: one outlier
 # ---------------------
 #
-# A thousand numbers between -1 and 1, and one of 1000. How many of them are not
-# 0 after rounding?
+# A row has 1023 numbers between -1 and 1, and an outlier: 1000. How many of the
+# row's numbers are not 0 after rounding?
 
 if __name__ == "__main__":
     x = torch.rand(1, 1024, generator=generator, device=DEVICE) * 2 - 1
@@ -376,9 +377,10 @@ if __name__ == "__main__":
 # it on four matrices of 256 x 1024 small numbers: *Gaussian*, much as weights
 # are; *uniform*; *Student's t*, with heavy tails; and *outliers*, Gaussian with
 # one column in a hundred 50 times larger, as in activations of language models.
-# PyTorch quantizes them; all but the values is float64. From left to right, the
-# blocks (rows x columns) that share a scale get smaller; a column is there for
-# comparison. The error is relative to ``x``, both as root mean squares.
+# PyTorch quantizes them: only values have 8 bits, the rest is float64. From
+# left to right, the blocks (rows x columns) that share a scale get smaller; a
+# column, 256 x 1, is there for comparison. The error is the root mean square of
+# ``values * scale - x``, divided by that of ``x``.
 
 if __name__ == "__main__":
     draw_errors(four_matrices(generator))
@@ -387,17 +389,19 @@ if __name__ == "__main__":
 # * *No scale:* in int8 all of these numbers become 0. In float8 those below
 #   about 0.001 do, nearly all of the uniform ones.
 # * *float8:* a number is off by a sixteenth of itself at most, unless it is
-#   near 0. So the size of a block hardly matters, except with outliers. They
-#   make most of the error; in a small block an outlier is often the largest
-#   number, which becomes 448 exactly.
+#   near 0. So the size of a block hardly matters, except with outliers. These
+#   make most of the error, and in a small block an outlier is often the largest
+#   number, which becomes 448 without error.
 # * *int8:* the largest number of a block sets the step, and each number may be
 #   off by half of it. So small blocks help wherever a few numbers are large,
 #   and a column helps where outliers fill columns.
 #
 # A product ``x @ w`` adds up along a row of ``x`` and a column of ``w``, and a
-# scale can leave the sum only if all terms share it. So scales are for rows of
-# ``x`` and for columns of ``w``, which are rows in ``torch.nn.Linear.weight``.
-# With 1 x 128, a scale multiplies the sum of 128 terms.
+# scale can leave the sum only if all terms share it. So each row of ``x`` and
+# each column of ``w`` has a scale: element ``[i, j]`` of the product is the sum
+# over values, times ``x_scale[i] * w_scale[j]``. ``torch.nn.Linear.weight`` is
+# ``w.T``: its rows are the columns of ``w``. With 1 x 128, a scale multiplies
+# the sum of 128 terms.
 #
 # Scales take memory: with 1 x 32 an eighth of what the values take, with
 # 1 x 128 a thirty-second. We take 128 as a compromise.
@@ -496,11 +500,12 @@ from triton_gallery_ops.quantize import quantize
 #
 # Groups of 128 of a row, matrices as above. *Triton* is the op, *Triton, this
 # page* is ``quantize_groups``, and *PyTorch's best* the faster of PyTorch and
-# ``torch.compile`` at each length. 128 does not divide 2880, so there PyTorch
-# pads the rows. Last, a tile of (16, 256) takes 16 of the short rows above.
+# ``torch.compile`` at each length. One length, 2880, is no multiple of 128:
+# there PyTorch pads the rows. Last come rows of 256 again, with a scale each:
+# ``row_kernel`` beside ``group_kernel``, whose tile of (16, 256) is 16 rows.
 #
-# The chart is of GPU time. If a call takes longer on the CPU (the run prints
-# both at 4096), the GPU waits, unless it has other work queued.
+# The chart is of GPU time. A launch also takes CPU time; the run prints both at
+# 4096. Where the CPU takes longer, the GPU waits, unless it has work queued.
 
 SIZES = [512, 768, 1024, 2880, 4096, 7168, 11008, 16384]
 OURS = {
