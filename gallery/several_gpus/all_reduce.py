@@ -67,9 +67,9 @@ def say(*texts, **options):
         print(*texts, **options)
 
 
-def tensor_of(rank, N):
-    """Return a rank's tensor, the same wherever it is made."""
-    generator = torch.Generator().manual_seed(rank)
+def tensor_of(seed, N):
+    """Return random numbers; the seed of a rank's tensor is its number."""
+    generator = torch.Generator().manual_seed(seed)
     return torch.randn(N, generator=generator).to(DEVICE)
 
 
@@ -84,9 +84,8 @@ def exact_sum(N):
 #
 # ``torchrun --nproc-per-node=2 all_reduce.py`` starts one process for each GPU;
 # these are the *ranks*. ``peer_memory.py`` explains them, symmetric memory, and
-# ``acquire`` and ``release``. Helpers are in the fold at the top: ``tensor_of``
-# makes a rank's tensor, ``exact_sum`` adds up all, ``say`` prints on rank 0, at
-# ``meet_ranks`` the processes wait for each other.
+# ``acquire`` and ``release``. In the fold at the top, ``tensor_of`` makes a
+# rank's tensor, ``exact_sum`` adds up all, and ``say`` prints on rank 0.
 
 if __name__ == "__main__":
     total = tensor_of(RANK, 4)
@@ -105,14 +104,14 @@ if __name__ == "__main__":
 #
 # Every pad has a *count* for each program. In ``meet``, a program adds 1 to its
 # count on all ranks, and waits until the count on its own pad reaches a target,
-# the next multiple of ``RANKS``. Say two ranks have passed two barriers, so the
-# count is 4. Rank 1 comes first: it reads 4, adds 1, and waits for 6. Rank 0
-# reads 5 and adds 1; both see 6 and pass. No rank can pass, and add for the
-# next barrier, before this one has added. So what a rank reads first is a
-# multiple of ``RANKS`` plus at most ``RANKS - 1``, and all have one target.
+# the next multiple of ``RANKS``. None passes, and adds for the next barrier,
+# before all have added for this one, so all find one target. Say two ranks have
+# passed two barriers, so the count is 4. Rank 1 reads 4, adds 1, and waits for
+# 6. Rank 0 reads 5 and adds 1; both see 6 and pass.
 #
 # After ``tries`` looks a program gives up: it sets ``late``; the sum is NaN.
-# Its counts are then off: a caller looks at ``late``, and makes new memory.
+# Other ranks may not notice, and the counts are off, so the job has failed:
+# raise an error, and ``torchrun`` ends all ranks. A new start has new memory.
 
 
 @triton.jit
@@ -132,10 +131,11 @@ def tensor_at(buffers_ptr, rank):
 @triton.jit
 def meet(pads_ptr, late_ptr, rank, tries, RANKS: tl.constexpr):
     """Wait for this program on all ranks; return 0, or NaN if one is late."""
-    mine_ptr = count_at(pads_ptr, rank)  # adding 0 reads it with acquire
-    count = tl.atomic_add(mine_ptr, 0, sem="acquire", scope="sys")
+    mine_ptr = count_at(pads_ptr, rank)  # read by adding 0: tl.load has no sem
+    # Relaxed (in no order): it only picks the target, and the loop acquires.
+    count = tl.atomic_add(mine_ptr, 0, sem="relaxed", scope="sys")
     target = (count // RANKS + 1) * RANKS
-    tl.debug_barrier()  # all threads have written what they write before this
+    tl.debug_barrier()  # the program's threads wait until all have written
     for peer in tl.static_range(RANKS):  # unrolled
         tl.atomic_add(count_at(pads_ptr, peer), 1, sem="release", scope="sys")
     while (count < target) & (tries > 0):
@@ -159,7 +159,7 @@ def one_shot_kernel(
     BLOCK: tl.constexpr,
 ):
     pid, programs = tl.program_id(axis=0), tl.num_programs(axis=0)
-    lost = meet(pads_ptr, late_ptr, rank, tries, RANKS)
+    nan_if_late = meet(pads_ptr, late_ptr, rank, tries, RANKS)
     for start in range(pid * BLOCK, N, programs * BLOCK):
         offs = start + tl.arange(0, BLOCK)  # (BLOCK,)
         acc = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -167,16 +167,16 @@ def one_shot_kernel(
             acc += tl.load(
                 tensor_at(buffers_ptr, peer) + offs, mask=offs < N, other=0.0
             )
-        tl.store(out_ptr + offs, acc + lost, mask=offs < N)
+        tl.store(out_ptr + offs, acc + nan_if_late, mask=offs < N)
     meet(pads_ptr, late_ptr, rank, tries, RANKS)  # now x may be overwritten
 
 
-# A block has 4 floats for each of 512 threads (16 warps).
+# Few programs: as each waits for others, all must fit on the GPU at once.
 BLOCK, PROGRAMS, MANY, LARGEST, TRIES = 2048, 32, 70_000, 2**24, 2**26
 if DEVICE.type == "cpu":  # less, for Triton's interpreter
     PROGRAMS, MANY, LARGEST, TRIES = 2, 5000, 5000 * RANKS, 2**20
 assert MANY > PROGRAMS * BLOCK  # in the checks, a program has several blocks
-OPTIONS = {"RANKS": RANKS, "BLOCK": BLOCK, "num_warps": 16}
+OPTIONS = {"RANKS": RANKS, "BLOCK": BLOCK, "num_warps": 16}  # 4 floats a thread
 x = symmetric_floats(LARGEST)
 late = torch.zeros(1, dtype=torch.int32, device=DEVICE)
 
@@ -195,8 +195,8 @@ def one_shot(N):
 # Is it right?
 # ------------
 #
-# Each of ``RANKS`` additions rounds by at most :math:`2^{-24}` of a sum of at
-# most ``RANKS * 6``. All ranks add in the same order, so their sums are equal.
+# Each addition rounds by at most :math:`2^{-24}` of ``RANKS * 6``. All ranks
+# add in the same order: sums are equal. In the interpreter, the last N is 5000.
 
 
 def check_sum(out):
@@ -221,7 +221,7 @@ for N in (1, 1000, MANY):
 # ---------
 #
 # Ranks begin at different moments and wait for each other, so we time 20 calls
-# in a row, in a CUDA graph. It can replay the launch, as no count is reset.
+# in a row, in a CUDA graph. Each reads its count on the GPU, so it can replay.
 
 
 def time_calls(calls_of, sizes, width=4, repeats=20):
@@ -245,6 +245,12 @@ def microseconds(times):
             row[name] = f"{1e3 * ms:.1f} ({low}-{high})"
         rows.append(row)
     return pd.DataFrame(rows, pd.Index(times, name="bytes")).to_string()
+
+
+def where_less(times, first, second):
+    """Return the sizes at which the first call took less than the second."""
+    less = [size for size, of in times.items() if of[first][0] < of[second][0]]
+    return less or "none of these sizes"
 
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
@@ -273,40 +279,42 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # The GPU run prints the microseconds of a call: the median, and in brackets the
 # 20th and the 80th percentile. Where 16 times the size takes far less than 16
 # times as long, most of the time does not depend on the size. A barrier does
-# not, and this kernel has two. We remove one. (``one_shot_all_reduce`` is
-# PyTorch's kernel for symmetric memory.)
+# not, and this kernel has two. We remove one.
 #
 # One barrier
 # -----------
 #
 # The second barrier keeps a rank from overwriting what another one still reads.
-# *Two buffers in rotation* replace it. A launch copies its tensor to one buffer
-# and meets; the next launch uses the other. A rank that starts launch 3 has met
-# every rank in launch 2, so all have ended launch 1, and its buffer is free.
+# *Two buffers in rotation* replace it. Launches 1, 3, 5 write their tensor to
+# buffer A, launches 2, 4, 6 to B. Below, rank 1 is slow, and dots are waiting:
 #
-# All ranks make the same calls in the same order, with the same ``N``, on one
-# stream. All programs of a launch run at once, as there are few: one that waits
-# must not keep out one that another rank waits for.
+# .. code-block:: text
 #
-# ``count // RANKS`` is the number of launches so far; its parity picks the
-# buffer. Program *p* reads only what program *p* of each rank wrote, so it
-# waits for those alone. Every launch has ``PROGRAMS``, even where some have
-# nothing to do. With fewer in one launch, the counts of the others would lag:
-# they would pick the other buffer, and overwrite numbers that a slower rank
-# still reads. (Behind a second barrier nobody reads, so ``one_shot`` may launch
-# fewer.)
+#    rank 0  1: write A | 1: read A  2: write B  ...... | 2: read B  3: write A
+#    rank 1  1: write A | ......  1: read A  2: write B | ......  2: read B
+#                      meet                            meet
+#
+# Between the two meetings, rank 0 writes B while rank 1 still reads A. Rank 0
+# writes A again only after the second one, so rank 1 has read it.
+#
+# ``count // RANKS`` is the number of launches so far; buffer A is for an even
+# one. Program *p* reads only what program *p* of each rank wrote, so it meets
+# those alone, and has its own count. Hence every launch has ``PROGRAMS``, even
+# where some have nothing to do. A program left out of launch 2 would count one
+# less: in launch 3 it would write B, where a slower rank's programs still read.
+# (``one_shot`` may launch fewer: after its second barrier, none still reads.)
 
 
 @triton.jit
 def one_barrier_kernel(
-    x_ptr,
+    given_ptr,
     out_ptr,
     buffers_ptr,
     pads_ptr,
     late_ptr,
     rank,
     N,
-    half,
+    capacity,
     tries,
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -315,34 +323,38 @@ def one_barrier_kernel(
     step = tl.num_programs(axis=0) * BLOCK
     count_ptr = count_at(pads_ptr, rank)
     count = tl.atomic_add(count_ptr, 0, sem="relaxed", scope="sys")
-    begin = ((count // RANKS) % 2) * half  # of this launch's buffer
+    begin = ((count // RANKS) % 2) * capacity  # of this launch's buffer
     mine_ptr = tensor_at(buffers_ptr, rank)
     for start in range(first, N, step):
         offs = start + tl.arange(0, BLOCK)  # (BLOCK,)
-        x = tl.load(x_ptr + offs, mask=offs < N)
-        tl.store(mine_ptr + begin + offs, x, mask=offs < N)
-    lost = meet(pads_ptr, late_ptr, rank, tries, RANKS)
+        given = tl.load(given_ptr + offs, mask=offs < N)
+        tl.store(mine_ptr + begin + offs, given, mask=offs < N)
+    nan_if_late = meet(pads_ptr, late_ptr, rank, tries, RANKS)
     for start in range(first, N, step):
         offs = start + tl.arange(0, BLOCK)
         acc = tl.zeros((BLOCK,), dtype=tl.float32)
         for peer in tl.static_range(RANKS):
             ptr = tensor_at(buffers_ptr, peer) + begin
             acc += tl.load(ptr + offs, mask=offs < N, other=0.0)
-        tl.store(out_ptr + offs, acc + lost, mask=offs < N)
+        tl.store(out_ptr + offs, acc + nan_if_late, mask=offs < N)
 
 
-HALF = triton.cdiv(LARGEST, 16) * 16  # the second buffer is aligned, too
-both = symmetric_floats(2 * HALF)
+CAPACITY = triton.cdiv(LARGEST, 16) * 16  # the second buffer is aligned, too
+both = symmetric_floats(2 * CAPACITY)
 
 
 def one_barrier(given):
-    """Return the sum of all ranks' tensors, from any memory of the GPU."""
+    """Return the sum of all ranks' tensors.
+
+    All make the same calls with the same N in the same order, on one stream.
+    """
     assert given.is_contiguous()
-    assert given.numel() <= HALF
+    assert given.dtype == torch.float32
+    assert given.numel() <= CAPACITY
     out, N = torch.empty_like(given), given.numel()
     where = both.buffers, both.pads, late, RANK
     one_barrier_kernel[(PROGRAMS,)](
-        given, out, *where, N=N, half=HALF, tries=TRIES, **OPTIONS
+        given, out, *where, N=N, capacity=CAPACITY, tries=TRIES, **OPTIONS
     )
     return out
 
@@ -351,8 +363,9 @@ for N in (1, MANY, 3000):
     check_sum(one_barrier(tensor_of(RANK, N)))
 
 # %%
-# Does leaving out a barrier save more than the copy costs? The run prints both
-# times. Compare times within a table only: one kernel's vary between tables.
+# The copy takes longer the larger the tensor is, the barrier does not. So where
+# leaving it out pays, it does for small tensors; the last line of the GPU run
+# says for which.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
 
@@ -364,16 +377,19 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
             "one barrier, and a copy": lambda: one_barrier(given),
         }
 
-    say(microseconds(time_calls(barrier_calls, (2**12, 2**16))))
+    times = time_calls(barrier_calls, (2**12, 2**16))
+    say(microseconds(times))
+    pays = where_less(times, "one barrier, and a copy", "two barriers")
+    say("one barrier took less time at", pays)
 
 # %%
 # Two shots
 # ---------
 #
 # In *two shots*, rank *r* adds up slice *r* of all ranks' tensors, and
-# overwrites slice *r* of its own with the sum: no other rank reads it before
-# the barrier. Then each rank reads every slice, of ``size`` numbers, from the
-# rank that has it. The first step is called *reduce-scatter*, the second
+# overwrites slice *r* of its own with the sum: before the barrier, rank *s*
+# reads only slice *s*. Then each rank reads every slice, of ``size`` numbers,
+# from the rank that has it. These steps are called *reduce-scatter* and
 # *all-gather*. What a rank reads from the others, in sizes of the tensor:
 
 if __name__ == "__main__":
@@ -401,20 +417,20 @@ def two_shot_kernel(
     first = tl.program_id(axis=0) * BLOCK
     step = tl.num_programs(axis=0) * BLOCK
     mine_ptr = tensor_at(buffers_ptr, rank) + rank * size
-    lost = meet(pads_ptr, late_ptr, rank, tries, RANKS)
+    nan_if_late = meet(pads_ptr, late_ptr, rank, tries, RANKS)
     for start in range(first, size, step):
         offs = start + tl.arange(0, BLOCK)  # (BLOCK,), in the slice
         acc = tl.zeros((BLOCK,), dtype=tl.float32)
         for peer in tl.static_range(RANKS):
             ptr = tensor_at(buffers_ptr, peer) + rank * size
             acc += tl.load(ptr + offs, mask=offs < size, other=0.0)
-        tl.store(mine_ptr + offs, acc + lost, mask=offs < size)
-    lost += meet(pads_ptr, late_ptr, rank, tries, RANKS)  # NaN stays NaN
+        tl.store(mine_ptr + offs, acc + nan_if_late, mask=offs < size)
+    nan_if_late += meet(pads_ptr, late_ptr, rank, tries, RANKS)  # NaN stays NaN
     for start in range(first, size, step):
         offs = start + tl.arange(0, BLOCK)
         for peer in tl.static_range(RANKS):
             ptr = tensor_at(buffers_ptr, peer) + peer * size
-            total = tl.load(ptr + offs, mask=offs < size) + lost
+            total = tl.load(ptr + offs, mask=offs < size) + nan_if_late
             tl.store(out_ptr + peer * size + offs, total, mask=offs < size)
     meet(pads_ptr, late_ptr, rank, tries, RANKS)
 
@@ -435,7 +451,9 @@ for N in (RANKS, 999 * RANKS, MANY * RANKS):
     check_sum(two_shots(N))
 
 # %%
-# Where do two shots begin to pay? The last line of the GPU run says it.
+# Two shots pay where reading what they save takes longer than a barrier: for
+# large tensors, and the earlier the more ranks there are. The last line of the
+# GPU run says at which sizes.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
 
@@ -445,23 +463,21 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 
     times = time_calls(shot_calls, (2**14, 2**18, 2**22, 2**24))
     say(microseconds(times))
-    pays = [size for size, of in times.items() if of["two"][0] < of["one"][0]]
-    say("two shots took less time at", pays or "none of these sizes")
+    say("two shots took less time at", where_less(times, "two", "one"))
 
 # %%
 # The op
 # ------
 #
-# ``all_reduce`` has two buffers in both ways: one barrier in one shot, two in
-# two shots. It takes tensors of any size, in half precision too, and chooses
-# the way by the bytes and the ranks. All ranks call ``all_reduce_memory`` once
-# for a dtype and the largest size, and pass what it returns to every call. Its
+# ``all_reduce`` uses two buffers for one shot (one barrier) and for two shots
+# (two barriers), and chooses by the bytes and the ranks. It takes tensors of
+# any size, in half precision too. All ranks call ``all_reduce_memory`` once for
+# a dtype and the largest size, and pass what it returns to every call. Its
 # ``late`` is in the CPU's memory: the next call sees it without waiting for the
 # GPU, and raises an error.
 #
-# After the sum, a transformer adds a residual and takes the RMSNorm. Separate
-# kernels would read the sum again. A program of ``all_reduce_rms_norm`` has a
-# whole row of the sum in registers and goes on with it.
+# A transformer then adds a residual and takes the RMSNorm. A program of
+# ``all_reduce_rms_norm`` does so while it has a row of the sum in registers.
 
 from triton_gallery_ops.all_reduce import (
     _all_reduce_two_shots,
@@ -472,16 +488,18 @@ from triton_gallery_ops.all_reduce import (
 )
 
 # %%
-# Both ways also give the sum where RANKS does not divide the size:
+# When it chooses two shots, and a check where RANKS does not divide the size:
 
+for ranks in (2, 4, 8):
+    two = [2**k for k in range(30) if _all_reduce_two_shots(2**k, ranks)]
+    say(f"{ranks} ranks: two shots from {two[0]} bytes on")
 memory = all_reduce_memory(LARGEST, torch.float32)
 for shots in (1, 2):
     check_sum(all_reduce(tensor_of(RANK, 4001), memory, shots))
 
 # %%
-# A CUDA graph replays a launch with the same arguments; only the count changes,
-# and it is on the GPU. ``"thread_local"`` lets other threads, such as NCCL's,
-# call CUDA during the capture.
+# The op works in a CUDA graph. ``"thread_local"`` lets other threads, such as
+# NCCL's, call CUDA during the capture.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     given = torch.zeros(1000, device=DEVICE)
@@ -499,10 +517,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # The result
 # ----------
 #
-# *Triton* is the op now. The chart that the GPU run draws has rates; it also
-# prints the microseconds of a call. Whether two shots pay depends on the
-# kernel, too: the last two lines say where PyTorch's took less time than its
-# one shot, and where the op took two.
+# In the chart of the GPU run, *Triton* is ``all_reduce``.
 
 SIZES = [2**k for k in (12, 14, 16, 18, 19, 20, 22, 24)]
 
@@ -533,10 +548,6 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     us = results.assign(us=results["bytes"] / results["GB/s"] / 1e3)
     us = us.pivot(index="bytes", columns="series", values="us")
     say(us.round(1).assign(fastest=us.idxmin(axis=1)).to_string())
-    one_takes, two_take = us["PyTorch, one shot"], us["PyTorch, two shots"]
-    say("PyTorch's two shots took less at", [*us.index[two_take < one_takes]])
-    two = [size for size in times if _all_reduce_two_shots(size, RANKS)]
-    say("the op took two shots at", two, "bytes")
 
 # %%
 # Next, *Triton* is ``all_reduce_rms_norm`` on tokens of 8192 numbers, beside
@@ -574,10 +585,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # --------
 #
 # What if a rank does not come? Here only rank 0 calls ``two_shots``. It gives
-# up at the first barrier, and the whole sum is NaN. With ``lost =`` instead of
-# ``lost +=`` it would not be: at each barrier rank 0 adds 1 itself, so with two
-# ranks its second ``meet`` finds the target reached and returns 0. Slice 1
-# would be the numbers of rank 1 alone, which look like any others.
+# up at the first barrier, and the whole sum is NaN. With ``=`` instead of
+# ``+=`` at the second ``meet`` it would not be: rank 0 adds 1 at each barrier,
+# so with two ranks it finds the second target reached. Slice 1 would be the
+# numbers of rank 1 alone.
 
 if __name__ == "__main__":
     if RANK == 0:
@@ -590,14 +601,13 @@ if __name__ == "__main__":
 # Exercises
 # ---------
 #
-# Write a kernel and start the script with ``torchrun``: it says whether the
-# kernel is right. No GPU is needed, but two ranks are: alone, a kernel that
-# ignores other ranks is right.
+# Write a kernel and start the script with ``torchrun`` and two ranks: it says
+# whether the kernel is right, without GPUs too.
 #
 # **1.** The first half of two shots alone: rank *r* gets slice *r* of the sum.
-# This is a *reduce-scatter*. The arguments are ``out_ptr, buffers_ptr, rank,
-# size, RANKS: tl.constexpr, BLOCK: tl.constexpr``. The check lets all ranks
-# meet before and after, so the kernel has no ``meet``.
+# The arguments are ``out_ptr, buffers_ptr, rank, size, RANKS: tl.constexpr,
+# BLOCK: tl.constexpr``. All ranks meet before and after, so the kernel has no
+# ``meet``.
 
 scatter_kernel = None  # your kernel
 
@@ -638,8 +648,7 @@ if __name__ == "__main__":
 # **2.** Compute on the sum: program *i* adds row *i* of a residual to row *i*
 # of the sum, stores that over the residual, and its RMSNorm to ``out``. The
 # arguments are ``out_ptr, buffers_ptr, residual_ptr, weight_ptr, H, eps, RANKS:
-# tl.constexpr, BLOCK: tl.constexpr``. There is a program for each row, and H is
-# at most BLOCK.
+# tl.constexpr, BLOCK: tl.constexpr``. H is at most BLOCK.
 
 norm_kernel = None  # your kernel
 
