@@ -63,8 +63,7 @@ DEVICE = torch.accelerator.current_accelerator(
 if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
 
-# Whether there is a tensor memory accelerator (TMA), which descriptors need: on
-# Hopper (H100, H200) and later; the interpreter does without
+# Whether tensor descriptors work: from Hopper on, and in the interpreter
 HAS_TMA = DEVICE.type == "cpu" or (
     not torch.version.hip and torch.cuda.get_device_capability() >= (9, 0)
 )
@@ -73,7 +72,7 @@ from triton_gallery.bench import gpu_time, rate_table
 from triton_gallery.ranks import join_ranks, meet_ranks, shared_bytes
 
 RANK, RANKS = join_ranks()
-GROUP = dist.group.WORLD.group_name
+GROUP = dist.group.WORLD.group_name  # of all ranks
 SMALL = DEVICE.type == "cpu"  # small sizes, for the interpreter
 SIDE = None if SMALL else torch.cuda.Stream(priority=-1)  # goes first
 generator = torch.Generator(device=DEVICE).manual_seed(RANK)
@@ -108,10 +107,10 @@ def pause():
 
 
 def begin_aside(work):
-    """Begin work on the side stream, once this one has come here.
+    """Queue work on the side stream, after what this stream has queued so far.
 
-    Returns a function that has this stream wait for the work. Without a GPU, a
-    thread does it.
+    Returns a function that has this stream wait for the work; the CPU goes on.
+    Without a GPU, a thread does it.
     """
     if SMALL:
         thread = threading.Thread(target=work)
@@ -157,7 +156,7 @@ def what_to_take(times):
 def timeline(x, weight):
     """Return when chunks came, and when their tiles began and ended, in us.
 
-    Chunks are in the order of the tiles. This rank's own need not come.
+    Three lists, in the order of the tiles; own chunks are first, but none came.
     """
     own_chunks = ROWS // CHUNK
     tiles = CHUNK // TILE[0] * triton.cdiv(N, TILE[1])
@@ -200,7 +199,7 @@ def draw(came, began, ended):
 
 DTYPE = torch.float32 if SMALL else torch.bfloat16
 # Rows of each rank, length of the sums, columns of each rank's result
-ROWS, K, N = (64, 48, 40) if SMALL else (8192 // RANKS, 8192, 28672 // RANKS)
+ROWS, K, N = (64, 48, 64) if SMALL else (8192 // RANKS, 8192, 28672 // RANKS)
 
 
 def gather(x):
@@ -218,13 +217,14 @@ if __name__ == "__main__":
     for ranks in (2, 4, 8):  # at the sizes of GPUs
         copies = 2 * 8192 * 8192 * (ranks - 1) / ranks / 450e3
         least = 2 * 8192 * 8192 * 28672 / ranks / 989e6
-        say(f"{ranks} GPUs: copies {copies:.0f} us, product {least:.0f} us")
+        us = f"copies to a rank {copies:.0f} us, product {least:.0f} us"
+        say(f"at GPU sizes, {ranks} GPUs: {us}")
 
 # %%
-# That is at 450 GB/s, NVLink's rate in each direction, and 989 TFLOP/s: both
-# are from NVIDIA's data sheet, the same for an H100 and an H200. At these sizes
-# the product takes longer and can hide the copies, so the least time for both
-# is that of the *product alone*. PyTorch's functions, one after the other:
+# These are bounds from NVIDIA's data sheet of H100 and H200: 450 GB/s in each
+# direction of NVLink, which joins the GPUs, and 989 TFLOP/s. The product takes
+# longer and can hide the copies, so the least time for both is that of the
+# *product alone*. The GPU run prints what PyTorch takes without overlap.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     calls = {
@@ -240,29 +240,24 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # --------------------------------
 #
 # Each rank has one buffer for the rows of all ranks, in symmetric memory. It
-# puts its own rows there, and all ranks meet at a barrier. Then copies begin on
-# a *side stream*, in chunks. *Copy engines* make the copies from other GPUs, as
-# both sides are contiguous, and leave the multiprocessors to the kernel. After
-# each chunk, one more copy writes a 1 into the chunk's flag; the flags of this
-# rank's own chunks are 1 from the start. The copies of a stream run in order,
-# so a chunk is there when its flag is set. The 1 comes from the other GPU, too
-# (``ONES``): a copy within one GPU might need multiprocessors, and the waiting
-# kernel occupies them. Each rank begins with the next rank's rows, so that at
-# first each GPU is read by one other: two would share its link.
+# puts its own rows there, and all ranks meet at a barrier. Then a *side stream*
+# copies the other ranks' rows in chunks. *Copy engines*, units that only copy,
+# make contiguous copies between GPUs and leave the multiprocessors to the
+# kernel. Each rank begins with the next rank's rows, so that at first each GPU
+# is read by one other: two would share its link.
 #
-# Helpers are in the fold at the top. ``random`` draws a tensor, ``symmetric``
-# returns every rank's tensor, and ``say`` prints on rank 0. ``begin_aside`` has
-# the side stream wait for what this stream has queued, begins work there, and
-# returns a function that has this stream wait for the work; the CPU goes on.
-# ``pause`` has a stream sleep. At ``meet_ranks`` the CPU waits for all ranks.
-# At ``barrier``, defined here, the GPU alone does.
+# After each chunk, the side stream sets the chunk's flag by one more copy: of a
+# 1 in the memory of the GPU that the chunk came from (``ONES``). A stream
+# begins a copy when the one before it has ended, so the chunk is there when its
+# flag is 1. The 1 must not come from this GPU: a fill or a copy within a GPU
+# may run as a kernel. It would wait for a multiprocessor while the programs on
+# all of them wait for its flag. The flags of own chunks begin as 1.
 
-BUFFERS = symmetric(DTYPE, RANKS * ROWS, K)
+BUFFERS = symmetric(DTYPE, RANKS * ROWS, K)  # a list: each rank's buffer
 ONES = symmetric(torch.int32, 1)
 ONES[RANK].fill_(1)
-# The handle of this memory has the barrier.
 HANDLE = None if SMALL else symm_mem.rendezvous(BUFFERS[RANK], GROUP)
-meet_ranks()
+meet_ranks()  # the CPU waits, for all ranks
 
 
 def barrier(channel):
@@ -287,27 +282,28 @@ def offer(x, chunk):
 def pull(flags, chunk, late=False, stamp=None):
     """Copy the rows of other ranks in chunks, and set a flag after each."""
     if late:
-        pause()
+        pause()  # the stream sleeps for some milliseconds
     of_a_rank = ROWS // chunk  # chunks
     for step in range(of_a_rank, RANKS * of_a_rank):
         place = (RANK * of_a_rank + step) % (RANKS * of_a_rank)
         peer = place // of_a_rank
         rows = slice(place * chunk, (place + 1) * chunk)
         BUFFERS[RANK][rows].copy_(BUFFERS[peer][rows])
-        flags[place : place + 1].copy_(ONES[peer])
+        flags[place : place + 1].copy_(ONES[peer])  # after the rows
         if stamp:  # for the timeline below
             stamp(place)
 
 
 def begin_gather(x, chunk, **options):
-    """Begin to fill this rank's buffer; return flags, and what waits."""
+    """Begin to fill this rank's buffer; return flags, and what waits for it."""
     flags = offer(x, chunk)
+    # On the side stream, after what this stream has queued so far
     return flags, begin_aside(partial(pull, flags, chunk, **options))
 
 
 CHUNK = 32 if SMALL else 1024  # rows
 flags, end = begin_gather(x, CHUNK)
-end()
+end()  # this stream waits for the side stream
 torch.testing.assert_close(BUFFERS[RANK], everyone, rtol=0, atol=0)
 assert flags.eq(1).all()
 meet_ranks()  # all have copied: the next call may write x into the buffer
@@ -317,14 +313,18 @@ meet_ranks()  # all have copied: the next call may write x into the buffer
 # ----------------
 #
 # The product is *persistent*, as in *Persistent matmul*: each program computes
-# many tiles. *Descriptors* load tiles, with zeros past the edge, and store only
-# what lies within. ``HAS_TMA`` is true where they work: on Hopper and later,
-# and in the interpreter. Two things are new. Tiles of this rank's rows come
-# first, and the others in the order of the copies. Before each, a program waits
-# for the flag of the tile's chunk. ``tl.load`` has no ``sem``, so ``wait`` adds
-# 0 atomically, which returns the flag. With ``sem="acquire"``, later loads come
-# after it; ``scope="sys"`` includes writers outside this GPU. Within a chunk,
-# tiles go down a column first: consecutive tiles share a tile of the weight.
+# many tiles. *Tensor descriptors* tell the TMA, a unit of Hopper and later GPUs
+# (``HAS_TMA``), the shapes of a matrix and of its tiles. It loads tiles, with
+# zeros past the edge, and stores only what lies within. Two things are new.
+# Tiles of this rank's rows come first, and the others in the order of the
+# copies. Before every tile, a program waits for the flag of the tile's chunk.
+#
+# ``tl.load`` has no ``sem``, so ``wait`` reads the flag by adding 0 atomically.
+# ``sem="acquire"`` orders later loads after the read that saw the 1, and
+# ``scope="sys"`` includes writers outside this GPU. ``tl.debug_barrier`` holds
+# back the program's other threads, so no load of the tile begins earlier. There
+# is no release to write: the side stream copies the 1 after the rows. Within a
+# chunk, tiles go down a column: consecutive tiles share a tile of the weight.
 
 
 @triton.jit
@@ -351,7 +351,7 @@ def product(x_desc, w_desc, off_m, off_n):
 
 @triton.jit
 def gather_tile(tile, x_desc, w_desc, y_desc, flags_ptr, first, chunk, tries):
-    """Compute a tile once its rows are here; first: this rank's first chunk."""
+    """Compute a tile once its rows are here; first is the first chunk."""
     M, N = y_desc.shape
     BLOCK_M: tl.constexpr = y_desc.block_shape[0]
     BLOCK_N: tl.constexpr = y_desc.block_shape[1]
@@ -386,39 +386,40 @@ if not SMALL:
     PROGRAMS = gpu.multi_processor_count
 
 
-def described(x, weight, y):
-    """Return a descriptor of each, with its side of a tile."""
+def described(*tensors):
+    """Return descriptors of x, weight and maybe y, each with its tile."""
     m, n, k = TILE
-    pairs = (x, [m, k]), (weight, [n, k]), (y, [m, n])
+    pairs = zip(tensors, ([m, k], [n, k], [m, n]), strict=False)
     return [TensorDescriptor.from_tensor(*pair) for pair in pairs]
 
 
-def multiply(weight, flags, tries=TRIES, launch=gather_kernel[(PROGRAMS,)]):
-    """Multiply the rows in the buffer, each chunk once its flag is set."""
-    y = weight.new_empty(RANKS * ROWS, weight.shape[0])
-    chunk = len(y) // len(flags)
+def multiply(
+    x, weight, flags, first, tries=TRIES, launch=gather_kernel[(PROGRAMS,)]
+):
+    """Multiply x by chunks, the first one first, each once its flag is set."""
+    y = x.new_empty(len(x), len(weight))
+    chunk = len(x) // len(flags)
     assert chunk % TILE[0] == 0
-    assert weight.shape[1] == K
-    tiles = len(y) // TILE[0] * triton.cdiv(y.shape[1], TILE[1])
-    tensors = *described(BUFFERS[RANK], weight, y), flags
-    first = RANK * ROWS // chunk
-    launch(*tensors, first, chunk, tries, tiles, **OPTIONS)
+    assert weight.shape[1] == x.shape[1]
+    tiles = len(x) // TILE[0] * triton.cdiv(len(weight), TILE[1])
+    descs = described(x, weight, y)
+    launch(*descs, flags, first, chunk, tries, tiles, **OPTIONS)
     return y
 
 
 def gather_matmul(x, weight, chunk=CHUNK, late=False, stamp=None, **options):
     """Return the product of all ranks' rows with this rank's weight."""
     flags, end = begin_gather(x, chunk, late=late, stamp=stamp)
-    y = multiply(weight, flags, **options)
+    first = RANK * ROWS // chunk  # of this rank's chunks
+    y = multiply(BUFFERS[RANK], weight, flags, first, **options)
     end()
-    barrier(1)  # all have read x: the next call may write there
+    barrier(1)  # all have copied x: the next call may write there
     return y
 
 
 # %%
-# *Persistent matmul* flattens its two loops into one, so that a tile's loads
-# begin before the previous tile ends. Here a tile's loads must not begin before
-# its wait.
+# The loops are not one, as in *Persistent matmul*: there, a tile's loads begin
+# before the previous tile ends; here, they must not begin before its wait.
 #
 # Is it right?
 # ------------
@@ -466,9 +467,9 @@ if HAS_TMA:
 # The GPU run prints the time of this page's kernel, of the same kernel with all
 # flags set and no copies (*all rows here*), and of the *product alone* in
 # cuBLAS. The first minus the second is communication; the second minus the
-# third is our slower product. *Own rows, flags, barriers* is the communication
-# before and after the tiles, without copies. PyTorch's *fused* function
-# multiplies each rank's rows as they arrive, too.
+# third is our slower product. *Own rows, flags, barriers* is a call without the
+# copies from other GPUs and without the product: what no tile can hide.
+# PyTorch's *fused* function multiplies each rank's rows as they arrive, too.
 
 
 def fused(x, weight):
@@ -481,7 +482,7 @@ if __name__ == "__main__" and HAS_TMA and DEVICE.type == "cuda":
     here = torch.ones_like(flags)
     calls = {
         "this page's kernel": lambda: gather_matmul(x, weight),
-        "the same, all rows here": lambda: multiply(weight, here),
+        "the same, all rows here": lambda: multiply(everyone, weight, here, 0),
         "own rows, flags, barriers": lambda: (offer(x, CHUNK), barrier(1)),
         "NCCL, then cuBLAS": lambda: gather(x) @ weight.T,
         "PyTorch, fused": lambda: fused(x, weight),
@@ -505,7 +506,7 @@ if __name__ == "__main__" and HAS_TMA and DEVICE.type == "cuda":
 # chunk has come. It needs a multiprocessor that no waiting program occupies, so
 # ``timed_kernel`` is launched with one program less. ``timeline``, a helper at
 # the top, pauses the GPU until the CPU has launched everything, so that copies
-# and kernel begin together. Triton's interpreter has no such clock.
+# and kernel begin together.
 
 
 @triton.jit
@@ -528,10 +529,10 @@ def stamp_kernel(times_ptr, place):
 if __name__ == "__main__" and HAS_TMA and DEVICE.type == "cuda":
     timeline(x, weight)  # compiles
     came, began, ended = timeline(x, weight)
-    copied = began[-len(came) :]  # chunks of other ranks
+    used = began[-len(came) :]  # when tiles of copied chunks began
     say(f"copied chunks came from {came[0]:.0f} to {came[-1]:.0f} us")
-    say(f"their tiles ran from {copied[0]:.0f} to {ended[-1]:.0f} us")
-    after = sum(c > b for c, b in zip(came, copied, strict=True))
+    say(f"their tiles ran from {used[0]:.0f} to {ended[-1]:.0f} us")
+    after = sum(c > b for c, b in zip(came, used, strict=True))
     say(f"{after} of {len(came)} came after their first tile had begun")
     if RANK == 0:
         draw(came, began, ended)
@@ -539,18 +540,17 @@ if __name__ == "__main__" and HAS_TMA and DEVICE.type == "cuda":
 # %%
 # The figure that the GPU run draws has a bar for each chunk, from when its
 # first tile began until its last one ended, and a mark where its rows came.
-# Time 0 is when the first tile of all began; this rank's own chunks come first.
-# A mark left of its bar: no tile waited. A mark within: the first tiles waited
-# until then. The stamps run between the copies, and may delay them.
+# Chunks go down in the order of the tiles: this rank's own are at the top. Time
+# 0 is when the first tile began. A mark left of its bar: no tile waited. A mark
+# within: the first tiles waited until then. The stamps may delay the copies.
 #
 # How large is a chunk?
 # ---------------------
 #
 # A small chunk comes earlier. But small chunks need more copies, and fewer
 # consecutive tiles share a tile of the weight. At the largest size, each rank
-# is one chunk, and this rank's own rows have to hide the copy of the next
-# rank's. The GPU run prints the time of this page's kernel for each size.
-# Compare times within a table only.
+# is one chunk, and own rows have to hide the copy of the next rank's. (Compare
+# times within a table only: the GPU's clocks may change between tables.)
 
 if __name__ == "__main__" and HAS_TMA and DEVICE.type == "cuda":
     sizes = [c for c in (128, 256, 512, 1024, 2048, 4096) if c <= ROWS]
@@ -568,14 +568,14 @@ if __name__ == "__main__" and HAS_TMA and DEVICE.type == "cuda":
 # The way back: product, then reduce-scatter
 # ------------------------------------------
 #
-# The next layer's weight is split along ``K``, so each rank has a partial sum
-# for *all* rows. These parts are added up, and a rank keeps its own rows: that
-# is a *reduce-scatter*. So the product comes first, and its tiles travel: the
-# kernel stores each tile in the memory of the rank that needs it.
-# ``tl.pointer_type`` makes a pointer of an address; ``tl.multiple_of`` promises
-# that 16 divides the address, so that a thread may store 16 bytes at once. The
-# next rank's rows come first, and a rank's own last. After a barrier, each rank
-# adds up the parts that it has received, in float32.
+# A second algorithm: skip it if you only gather. The next layer's weight is
+# split along ``K``, so each rank has a partial sum for *all* rows. These parts
+# are added up, and a rank keeps its own rows: that is a *reduce-scatter*. So
+# the kernel stores each tile of the product in the memory of the rank that
+# needs it. ``tl.pointer_type`` makes a pointer of an address;
+# ``tl.multiple_of`` promises that 16 divides it, so that a thread may store 16
+# bytes at once. The next rank's rows come first, and a rank's own last. After a
+# barrier, each rank adds up the parts that it has received, in float32.
 
 
 @triton.jit
@@ -596,6 +596,7 @@ def scatter_kernel(
         address = tl.load(buffers_ptr + to)
         out_ptr = address.to(tl.pointer_type(x_desc.dtype))
         out_ptr = tl.multiple_of(out_ptr, 16)
+        # int64, as offs_m * N may pass 2**31
         offs_m = tl.cast(rank, tl.int64) * rows + off_m + tl.arange(0, BLOCK_M)
         offs_n = off_n + tl.arange(0, BLOCK_N)
         out_ptrs = out_ptr + offs_m[:, None] * N + offs_n[None, :]
@@ -621,24 +622,24 @@ def matmul_scatter(x, weight):
     assert weight.shape[0] == COLUMNS
     assert ROWS % TILE[0] == 0  # else a tile has rows of two ranks
     barrier(0)  # all have added up the parts of the last call
-    x_desc, w_desc, _ = described(x, weight, x)
-    numbers = RANK, ROWS, COLUMNS, TILE[1]
-    tables = x_desc, w_desc, ADDRESSES
-    scatter_kernel[(PROGRAMS,)](*tables, *numbers, **OPTIONS)
+    x_desc, w_desc = described(x, weight)
+    scatter_kernel[(PROGRAMS,)](
+        x_desc, w_desc, ADDRESSES, RANK, ROWS, COLUMNS, TILE[1], **OPTIONS
+    )
     barrier(1)  # all parts are here
     return sum_of_parts(x.dtype)
 
 
 if HAS_TMA:
     weight_part = random(COLUMNS, K_PART)
-    for _ in range(2):
+    for _ in range(2):  # the second call overwrites the first one's parts
         x_part = random(RANKS * ROWS, K_PART)
         y = matmul_scatter(x_part, weight_part)
     check("scattered", scattered_error(y, x_part, weight_part))
 
 # %%
 # Each part is rounded once before it travels, and the sum once more: the bound
-# is the sum of the parts' bounds, and one ``eps``.
+# in ``scattered_error`` is the sum of the parts' bounds, and one ``eps``.
 #
 # Break it: do not wait
 # ---------------------
@@ -664,9 +665,9 @@ if __name__ == "__main__" and HAS_TMA:
 #
 # The op's kernel differs from this page's in three things: its descriptors have
 # a dimension for the ranks, so that any number of rows is right; it does not
-# wait for own rows; and it has the tile sizes of *Persistent matmul*. Around
-# it, the op takes other strides and all dtypes, and keeps symmetric memory for
-# all calls. Each call zeroes its flags, so a CUDA graph can replay it.
+# wait for own rows; and it has the tile sizes of *Persistent matmul*. The op
+# takes other strides and all dtypes, and keeps symmetric memory for all calls.
+# Each call zeroes its flags, so a CUDA graph can replay it.
 # ``all_gather_matmul_scatter`` is the way back.
 
 from triton_gallery_ops.all_gather_matmul import (
@@ -675,7 +676,7 @@ from triton_gallery_ops.all_gather_matmul import (
 )
 
 # %%
-# Both ops have to be as right as the kernels, the first with few rows, too:
+# Both are checked like the kernels, the first with few rows, too.
 
 if __name__ == "__main__" and HAS_TMA:
     few = random(7, K)
@@ -685,8 +686,8 @@ if __name__ == "__main__" and HAS_TMA:
     check("op, scattered", scattered_error(y, x_part, weight_part))
 
 # %%
-# First the way back. *Its sum alone* is the last step of this page's kernel,
-# which nothing hides. The GPU run prints the times, and what to take.
+# The GPU run prints times of the way back, and what to take there. *Its sum
+# alone* is the last step of this page's kernel, which nothing hides.
 
 
 def scatter_torch(x, weight):
@@ -717,11 +718,11 @@ if __name__ == "__main__" and HAS_TMA and DEVICE.type == "cuda":
     say(f"On {RANKS} GPUs, take for the way back: {best}")
 
 # %%
-# From how many tokens on is there enough to hide behind? *Triton* is the op
-# now, and *Roof* the product alone. The rate is of GPU time, and counts
-# operations of one rank. The table has a call's GPU time and CPU time. ``take``
-# names the least time for calls in a row, which is the longer of both; ``in a
-# graph``, for replays of a CUDA graph, names the least GPU time.
+# And the gather: from how many tokens on is there enough to hide behind?
+# *Triton* is the op now; *Roof*, the best to hope for, is the product alone.
+# The rate is of GPU time, and counts operations of one rank. ``take`` names the
+# fastest way for calls in a row, each of which costs the longer of its GPU and
+# CPU time; ``in a graph`` the fastest for replays, where GPU time alone counts.
 
 
 def gather_calls(tokens):
@@ -750,8 +751,7 @@ if __name__ == "__main__" and HAS_TMA and DEVICE.type == "cuda":
 # Exercises
 # ---------
 #
-# Write a kernel and run the cell: it says whether the kernel is right. No GPU
-# is needed.
+# Write a kernel and run the cell, which checks it. No GPU is needed.
 #
 # **1.** New flags need zeros in each call. Counters do not: in call number
 # ``call`` the copy writes ``call`` into the flag, and a tile waits until the
