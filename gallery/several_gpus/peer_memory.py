@@ -502,7 +502,7 @@ if __name__ == "__main__":
 
 # %%
 # All ranks are timed together now. They meet before each call; still, each time
-# includes the wait for the slowest rank: do not compare it with the first chart.
+# includes the wait for the slowest rank: do not compare the two charts.
 # *Triton* is one launch. The rate counts what one rank reads. The printed
 # ratios divide GPU times: above 1, one launch is faster.
 
