@@ -14,7 +14,7 @@
 # [[tool.triton-gallery.step_through]]
 # kernel = "int4_kernel"
 # caption = """
-# Two rows of x times a 2 x 16 weight, in groups of 8 (a GPU needs larger
+# Two rows of x times a 2 x 16 matrix W, in groups of 8 (a GPU needs larger
 # blocks). A word holds the eight codes of a row and a group as hexadecimal
 # digits, the first one lowest: 82451 is 0x14213. Codes past the last digit,
 # three here, are 0. words[0] has group 0, and words[1] group 1."""
@@ -169,8 +169,8 @@ def unpack_in_order(words, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
 
 # %%
 # A program multiplies 64 rows of ``W`` by 16 of ``x``. ``W`` comes first, as
-# tensor cores can read a first operand from registers. A step is one group, in
-# which a row of ``W`` has one scale: so we scale the product, not each weight.
+# tensor cores can read the first tile from registers. A turn of the loop is one
+# group, where a row of ``W`` has one scale: we scale the product, not weights.
 
 
 @triton.jit
@@ -226,7 +226,7 @@ def multiply(x, words, scale, zero, UNPACK=unpack_in_order, splits=1):
     BLOCK_M, BLOCK_N = 16, 64  # 16: tl.dot's least
     grid = triton.cdiv(N, BLOCK_N), splits, triton.cdiv(M, BLOCK_M)
     given = x, words, scale, zero, y, M, N, K, BLOCK_M, BLOCK_N, GROUP, UNPACK
-    int4_kernel[grid](*given, num_stages=4)  # loads run 3 steps ahead
+    int4_kernel[grid](*given, num_stages=4)  # loads run 3 turns ahead
     return y[0] if splits == 1 else y.sum(0).to(x.dtype)
 
 
@@ -234,8 +234,8 @@ def multiply(x, words, scale, zero, UNPACK=unpack_in_order, splits=1):
 # Is it right?
 # ------------
 #
-# Each of the ``K`` additions may be off by :math:`2^{-23}` of the sum of the
-# terms' magnitudes. The store in float16 rounds by :math:`2^{-11}` of a result.
+# Each of ``K`` additions in float32 may be off by :math:`2^{-23}` of the sum of
+# all ``|x w|``. The store in float16 rounds by :math:`2^{-11}` of a result.
 
 
 def check(function, pack):
@@ -256,9 +256,9 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# One row times weights (N x K). *Roof* is an addition that moves as many bytes
-# as codes, scales and zero points have. Rates count these bytes even for
-# cuBLAS, which reads 16 bits a weight.
+# One row times ``W`` (N x K). A weight has 4.25 bits: 4 of its code, and 32 /
+# 128 of scale and zero point. Rates count these bits even for cuBLAS, which
+# reads 16. *Roof* is an addition that moves 4.25 bits a weight in all.
 
 
 def show_rates(ours):
@@ -304,12 +304,16 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Floats without a conversion
 # ---------------------------
 #
-# Our kernel reads about a quarter of cuBLAS's bits. What else does it do? A
-# program's 128 threads (4 warps of 32, Triton's default) share a tile of 64 x
-# 128 codes, so in each group a thread converts 64 codes from integers to
-# floats. And ``reshape`` leaves codes in threads that do not multiply them, so
-# they move through *shared memory*, which all threads of a program reach. A
-# trick with bits avoids the conversion, another order of codes the moves.
+# All rates count the same bytes, so a higher rate is a shorter time. *Roof* is
+# no limit for cuBLAS, which reads 16 / 4.25 times as many bytes, perhaps at a
+# higher rate: *Roof*, too, has other rates at other sizes. If only bytes took
+# time, our kernel would be 16 / 4.25 times as fast as cuBLAS.
+#
+# What else does it do? A program's threads, 128 by default, share a tile of 64
+# x 128 codes, so in each group a thread converts 64 from integers to floats.
+# And ``reshape`` leaves codes in threads that do not multiply them, so they
+# move through *shared memory*, which all threads of a program reach. A trick
+# with bits avoids the conversion, another order of codes the moves.
 #
 # A float16 number has a sign, five bits of exponent and ten of *mantissa* (its
 # digits after the first). From 1024 to 2047, neighbouring numbers are 1 apart:
@@ -326,13 +330,13 @@ if __name__ == "__main__":
 # subtracts 1024 from both. The same on the word shifted by 4, 8 and 12 bits
 # unpacks the other six codes.
 #
-# Which codes should share a word? The matrix instruction fixes which thread
-# holds which 16-bit element of its first operand. Four threads, ``t`` from 0 to
-# 3, share a row; of every eight columns, thread ``t`` holds ``2 t`` and ``2 t +
-# 1``. So we give each word to one thread (see the picture below): it has two
-# codes, 16 bits apart, from each of four runs of eight columns. Of a row's 128
-# columns in a group, a thread has four such words. They are stored side by
-# side, as words ``4 t`` to ``4 t + 3``: one load of 16 bytes gets all four.
+# Which codes should share a word? The tensor cores' instruction fixes which
+# thread holds which 16-bit element of the first tile. Four threads, ``t`` from
+# 0 to 3, share a row; of every eight columns, thread ``t`` holds ``2 t`` and
+# ``2 t + 1``. So a word holds these pairs of one thread, from four times eight
+# columns (see the picture below). The codes of a pair are 16 bits apart: one
+# AND keeps both. A thread's four words of a group are side by side, as words
+# ``4 t`` to ``4 t + 3``: 16 bytes, one load.
 
 
 def pack_in_pairs(codes, GROUP=GROUP):
@@ -357,14 +361,15 @@ if __name__ == "__main__":
 
 # %%
 # A new function for ``UNPACK`` undoes this order. ``tl.join(a, b)`` puts the
-# elements of two tensors side by side, in a new last dimension of 2. Joining
-# ``c0`` with ``c2``, ``c1`` with ``c3``, and then both results gives the order
-# ``c0``, ``c1``, ``c2``, ``c3``. ``permute`` then puts the columns in order.
+# elements of two tensors side by side, in a new last dimension of 2. The last
+# join varies fastest: joining ``c0`` with ``c2``, ``c1`` with ``c3``, and then
+# both results gives ``c0``, ``c1``, ``c2``, ``c3``. ``permute`` then puts the
+# columns in order.
 #
-# No code changes its thread (see the count below). Triton knows in which thread
-# ``tl.dot`` needs each element, and follows it back through these functions to
-# the load: each thread loads the words whose codes it multiplies. The comments
-# follow word 0 of a row:
+# No code changes its thread (see the count below). ``num_stages=4`` copies
+# words to shared memory ahead of their use. Triton knows in which thread
+# ``tl.dot`` needs each element, and has that thread read, from this copy, the
+# words whose codes it multiplies. The comments follow word 0 of a row:
 
 
 @triton.jit
@@ -409,21 +414,20 @@ if __name__ == "__main__":
 # *In pairs* converts no code, and stores none to shared memory. It subtracts
 # 1024 and then the zero point from each of the thread's 32 pairs; *in order*
 # subtracts from single codes, which is not counted. Some loads are left: in the
-# loop, those of words, which ``num_stages`` copies to shared memory ahead of
-# their use; after the loop, those of results, which pass through shared memory
-# to be stored in order. (The tensor cores read ``x`` there themselves.)
+# loop, of the thread's words, 16 bytes each; after it, of results, which pass
+# through shared memory to be stored in order. (The tensor cores read ``x``
+# there themselves.)
 
 # %%
 # Few programs: split the sum
 # ---------------------------
 #
-# A weight of 8192 rows makes only 128 programs. An H100 or H200 has 132
+# A ``W`` of 8192 rows makes only 128 programs. An H100 or H200 has 132
 # multiprocessors, and each has room for several programs, of which some work
 # while others wait. So we divide ``K`` among ``splits`` programs (*split-K*).
 # Each stores its part of the sum, and PyTorch adds the parts in a fixed order:
-# the result is deterministic. In the table, all rows are measured again: the
-# first two compare the orders of codes, the next three add splits. Without
-# splits, the columns have 64, 128 and 224 programs.
+# the result is the same on every run. The table has all rows again, measured
+# anew. Without splits, its columns have 64, 128 and 224 programs.
 
 OURS["in pairs"] = in_pairs
 for splits in (2, 4, 8):
@@ -444,8 +448,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # * takes bfloat16, other groups, and weights of GPTQ and AWQ, two widely used
 #   ways of choosing 4-bit weights;
 # * has a gradient for ``x``;
-# * with more than 512 rows on Hopper, or 64 elsewhere, writes the weight in 16
-#   bits, and leaves the product to cuBLAS.
+# * with more than 512 rows of ``x`` on an H100 or H200, or 64 elsewhere, writes
+#   ``W`` in 16 bits, and leaves the product to cuBLAS.
 
 from triton_gallery_ops.int4_matmul import int4_matmul
 
@@ -453,9 +457,10 @@ from triton_gallery_ops.int4_matmul import int4_matmul
 # The result
 # ----------
 #
-# We multiply 1 to 16 rows by a weight of 8192 x 8192. *Triton* is the op, and
-# *Triton, this page* is ``in_pairs`` with ``splits=4``. Rates count the same
-# bytes for any number of rows: where a line is flat, more rows take no longer.
+# We multiply M rows of ``x``, 1 to 16, by a ``W`` of 8192 x 8192. *Triton* is
+# the op, *Triton, this page* is ``in_pairs`` with ``splits=4``. Rates are of
+# GPU time and count the same bytes for any M: where a line is flat, more rows
+# take no longer.
 
 SIZE = 8192
 
@@ -484,10 +489,12 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     print(f"It has {part.min():.0%} to {part.max():.0%} of the roof's rate.")
 
 # %%
-# The line below the chart is the CPU time of a call. One after another, calls
-# take the longer of their CPU and GPU times. Where the CPU's is longer, what
-# the op saves on the GPU is lost, and the op may be slower than cuBLAS. In a
-# CUDA graph, the GPU time alone counts (``cuda_graphs.py``).
+# The line below the chart is CPU time: how long Python and PyTorch take to
+# start a call. Outside a CUDA graph, a call among many takes the longer of its
+# CPU and GPU times. At this size, 1,000 GB/s is a GPU time of 36 us: where the
+# op's CPU time is longer than that of its rate and than both times of cuBLAS,
+# the op is slower than cuBLAS. In a CUDA graph, the GPU time alone counts
+# (``cuda_graphs.py``).
 
 # %%
 # Exercises

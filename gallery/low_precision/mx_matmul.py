@@ -37,10 +37,10 @@ MXFP8, MXFP4 and NVFP4 with tl.dot_scaled
 a row share a scale of one byte. ``tl.dot_scaled`` multiplies two such tiles
 with their scales. NVIDIA's B200 and AMD's MI350 have an instruction for that.
 For an H100, which has none, Triton compiles ``tl.dot_scaled`` to code that
-decodes each tile to bfloat16. There, MX formats are for models whose weights
-come in them. If the left matrix has few rows, use this page's op; if many,
-decode both matrices once to bfloat16 and call ``torch.matmul`` (*The result*
-says at which sizes). For float8 on an H100, see ``fp8_matmul.py`` and
+decodes each tile to bfloat16. There, use MX formats when a model's weights come
+in them. If the left matrix has few rows, use this page's op; if many, decode
+both matrices once to bfloat16 and call ``torch.matmul`` (*The result* says at
+which sizes). For float8 on an H100, see ``fp8_matmul.py`` and
 ``block_scaled_matmul.py``.
 
 After this page you can
@@ -142,13 +142,13 @@ E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]  # 2 bits of exponent, 1 of mantissa
 E2M1 += [-number for number in E2M1]  # the highest bit is the sign
 
 
-def decode(numbers, scale, GROUP=32):
-    """Return MXFP8, or MXFP4 in uint8, times its scales, in float64."""
+def decode(numbers, scale, GROUP=32, dtype=torch.float64):
+    """Return MXFP8, or MXFP4 in uint8, times its scales."""
     if numbers.dtype == torch.uint8:
         codes = torch.stack([numbers & 15, numbers >> 4], 2).flatten(1)
         numbers = torch.tensor(E2M1, device=codes.device)[codes.int()]
     scale = torch.exp2(scale.double() - 127)
-    return numbers.double() * scale.repeat_interleave(GROUP, 1)
+    return (numbers.double() * scale.repeat_interleave(GROUP, 1)).to(dtype)
 
 
 def make_mx(rows, K, dtype=E4M3):
@@ -178,8 +178,8 @@ if __name__ == "__main__":
 # ``tl.dot`` computes the inner sum: on the tensor cores, it multiplies a tile
 # (BLOCK_M, GROUP) by one (GROUP, BLOCK_N) of the same dtype and returns
 # float32. Threads multiply this sum by both scales and add it to ``acc``. A
-# float32 keeps its exponent, plus 127, in bits 23 to 30: the same byte. So we
-# shift the byte there. (Bytes of 0 and 255 need more: exercise 1.)
+# float32 keeps its exponent, plus 127, in bits 23 to 30: shift the byte there,
+# and ``bitcast=True`` reads it as float32. (Bytes of 0 and 255: exercise 1.)
 
 
 @triton.jit
@@ -317,9 +317,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # For each group, threads multiply every element of ``part`` by one scale, then
 # by the other while they add it to ``acc`` (a multiply-add). `NVIDIA's H100
 # <https://www.nvidia.com/en-us/data-center/h100/>`_ and H200 do 1979 TFLOP/s of
-# float8 on tensor cores (without sparsity), and 67 of float32 in threads. A
-# multiply-add is two operations in both, and we count a multiplication, too, as
-# two: it takes as long.
+# float8 on tensor cores (without sparsity), and 67 of float32 outside them. A
+# multiply-add is two operations. A lone multiplication takes as long, so we
+# count it as two as well.
 
 if __name__ == "__main__":
     multiplying, scaling = 2 * 32, 2 + 2  # operations on an element of part
@@ -433,15 +433,16 @@ if __name__ == "__main__":
 # Which instruction is it?
 # ------------------------
 #
-# Triton compiles a kernel for any GPU, even one that you do not have (see
-# ``compiler_stages.py``). ``show_instructions``, from the folded cell, compiles
-# ``scaled_kernel`` for three GPUs and finds the matrix instruction in the code:
-# ``wgmma`` on the H100, ``tcgen05.mma`` on the B200, ``v_mfma`` on the MI350.
+# Triton can compile a kernel for a GPU that you do not have (see
+# ``compiler_stages.py``). ``show_instructions`` (unfold the first cell to copy
+# it) compiles ``scaled_kernel`` for three GPUs and finds the matrix instruction
+# in the code: ``wgmma`` on the H100, ``tcgen05.mma`` on the B200, ``v_mfma`` on
+# the MI350. Where it prints one name of a format, ``x`` and ``w`` both have it.
 # **For the B200 and the MI350, this page only compiles: it has no speed of
 # theirs.**
 
 if __name__ == "__main__":
-    show_instructions()  # one name: x and w have the same format
+    show_instructions()
 
 # %%
 # ``block_scale`` and ``scale`` say that the instruction takes scales. The name
@@ -455,9 +456,9 @@ if __name__ == "__main__":
 # *NVFP4* is NVIDIA's format of 4 bits. Each group of 16 numbers in ``e2m1`` has
 # a scale in ``e4m3``. Each matrix has one more, in float32: a kernel multiplies
 # ``acc`` by both at its end (``scaled_kernel`` does not). ``scaled_kernel``
-# compiles for NVFP4: scales in ``e4m3`` mean groups of 16. ``scaled_product``
-# does not take it, as Triton's interpreter reads all scales as powers of two
-# and could not check it.
+# compiles for NVFP4: for scales in ``e4m3``, ``tl.dot_scaled`` has groups of 16
+# (``GROUP=16``). ``scaled_product`` does not take it, as Triton's interpreter
+# reads all scales as powers of two and could not check it.
 
 # %%
 # The op
@@ -465,15 +466,16 @@ if __name__ == "__main__":
 #
 # ``mx_matmul(x, weight, scale_x, scale_weight)`` is this gallery's op. It takes
 # what ``quantize_mx`` and ``quantize_nvfp4`` return (``quantize.py``), any K of
-# whole groups (past the end of K, it loads zeros), and a bias. For ``x`` of 16
-# bits, as models with 4-bit weights have it, call ``mx_matmul(x, weight, None,
-# scale_weight)``.
+# whole groups (past the end of K, it loads zeros), and ``bias``, which it adds
+# to the float32 sum. For ``x`` of 16 bits, as models with 4-bit weights have
+# it, call ``mx_matmul(x, weight, None, scale_weight)``.
 #
 # Where the GPU has the instruction, an ``x`` of more than 64 rows goes to
 # ``tl.dot_scaled``, in tiles of 128 rows. (The 64 is not tuned: no such GPU was
-# measured.) Fewer rows get smaller tiles, so that more programs load the
-# weight. For these, for ``x`` of 16 bits and on other GPUs, the op decodes a
-# tile (exercise 2), scales it, rounds it to 16 bits and calls ``tl.dot``.
+# measured.) In three cases, the op decodes a tile (exercise 2), scales it,
+# rounds it to 16 bits and calls ``tl.dot``: on other GPUs, for ``x`` of 16
+# bits, and for fewer rows, which get smaller tiles, so that more programs load
+# the weight.
 
 from triton_gallery_ops.mx_matmul import mx_matmul
 
@@ -482,9 +484,8 @@ from triton_gallery_ops.mx_matmul import mx_matmul
 # ----------
 #
 # The sizes (M, N, K) are of layers of models. *Triton* is the op with MXFP8,
-# *Triton, this page* is ``scaled_kernel``, and *torch.compile* computes the
-# same product. The others do not: cuBLAS has no groups, and *Triton, MXFP4
-# weight* is the op with ``x`` in bfloat16, which it need not decode.
+# and *Triton, this page* is ``scaled_kernel``. *Triton, MXFP4 weight* is the op
+# with ``x`` in bfloat16, which it need not decode. The others are as above.
 
 LAYERS = [
     (16, 7168, 2048),
@@ -531,9 +532,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         print(f"MXFP8, {advice}: M =", ", ".join(rows) or "none of these")
 
 # %%
-# The run ends with two lines of advice for its GPU. To *decode once* is to
-# decode both matrices to bfloat16 and call ``torch.matmul``, as *torch.compile*
-# does here.
+# The run ends with two lines of advice for its GPU. To *decode once* is
+# ``decode(x, scale_x, dtype=torch.bfloat16)``, the same for ``w``, and
+# ``torch.matmul``, as *torch.compile* does here.
 
 # %%
 # Exercises
@@ -568,11 +569,13 @@ if __name__ == "__main__":
 # %%
 # **2.** Multiply MXFP8 by MXFP4 without ``tl.dot_scaled``: write a kernel with
 # the arguments of ``group_kernel`` whose ``w`` is packed. The highest bit of a
-# code is its sign, two are its exponent and the last its mantissa. Shifted left
-# by 9, these three are the bits of a float16: the number's magnitude times
-# :math:`2^{-14}`. Code 3, for 1.5, gives 0x0600, :math:`1.5 \cdot 2^{-14}`.
-# ``tl.join(a, b)`` puts the elements of two tensors side by side in a new last
-# axis, of 2; after ``tl.reshape`` to (BLOCK_N, GROUP) they alternate.
+# code is its sign, two are its exponent and the last its mantissa. Exponent and
+# mantissa, shifted left by 9, are the bits of a float16: the number's magnitude
+# times :math:`2^{-14}`. Code 3, for 1.5, gives 0x0600,
+# :math:`1.5 \cdot 2^{-14}`. Convert ``x`` to float16 too, as ``tl.dot`` takes
+# two tiles of one dtype. ``tl.join(a, b)`` puts the elements of two tensors
+# side by side in a new last axis, of 2; after ``tl.reshape`` to (BLOCK_N,
+# GROUP) they alternate.
 
 mixed_kernel = None  # your kernel
 

@@ -8,8 +8,6 @@
 # several GPUs wait for each other, without a library in between."""
 # tool = true
 # gpus = 2
-# [tool.triton-gallery.not_for]  # it needs Triton 3.9
-# poll_kernel = ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"]
 # ///
 r"""
 One kernel, several GPUs: symmetric memory
@@ -121,7 +119,7 @@ if __name__ == "__main__":
 
 
 def symmetric(numel):
-    """Return a float32 tensor of this rank, and the addresses of all ranks'."""
+    """Return this rank's float32 tensor, ``mine``, and all ranks' addresses."""
     if DEVICE.type == "cpu":
         return symmetric_on_cpu(numel)
     here = torch.device("cuda", torch.cuda.current_device())
@@ -151,7 +149,7 @@ if __name__ == "__main__":
 # copy as in *Vector addition*. Triton knows the alignment of a tensor that you
 # pass, but not of an address that the kernel loads. ``tl.multiple_of`` promises
 # a multiple of 16 bytes, so that each thread may load 16 bytes at once. An
-# allocation begins at such an address; a slice of it may not.
+# allocation begins at such an address; its slice ``[1:]`` does not.
 
 
 @triton.jit
@@ -236,9 +234,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
             print(f"{name}: {size / 1e6 / ms:,.0f} GB/s of {size:,} bytes")
 
 # %%
-# The kernel and ``copy_`` read over the same link, and neither can pass its
-# rate. Where a call's CPU time is longer than its GPU time, the CPU sets the
-# pace: there a CUDA graph helps.
+# The kernel and ``copy_`` read over the same link, and neither can be faster
+# than the link. Where a call's CPU time is longer than its GPU time, the CPU
+# sets the pace: there a CUDA graph helps.
 #
 # A read that comes too early
 # ---------------------------
@@ -393,18 +391,16 @@ if __name__ == "__main__":
 # %%
 # So if a number is *too old*, the barrier between write and read is missing; if
 # it is *too new*, the barrier between the read and the next write. With two
-# tensors in rotation, the first barrier of each round is enough: no rank passes
-# that of the next round before all have read.
+# tensors in turn and the pads of one of them, the barrier before the read is
+# enough: a rank writes the same tensor two rounds later, after the next round's
+# barrier, which no rank passes before all have read.
 #
 # How long does a rank wait?
 # --------------------------
 #
-# ``TRIES`` have to last longer than a rank may be late, but tries are no time.
-# So the cell waits for a flag that nobody sets, and prints how long that took.
-# Triton 3.9 has ``tl.atomic_poll`` as well: it waits for a value at an address,
-# with a timeout in nanoseconds, and returns whether it has seen the value. To
-# build ``flip`` of it, poll for ``old``, then store ``new`` with
-# ``tl.atomic_xchg`` and ``sem="release"``.
+# A rank may be late by seconds, but ``TRIES`` counts swaps. So the cell waits
+# for a flag that nobody sets, and prints how long that took. (Triton 3.9 also
+# has ``tl.atomic_poll``, which waits for a value, with a timeout.)
 
 
 @triton.jit
@@ -413,35 +409,18 @@ def tries_kernel(flag_ptr, seen_ptr, tries):
     tl.store(seen_ptr, seen.to(tl.int32))
 
 
-@triton.jit
-def poll_kernel(flag_ptr, seen_ptr, timeout_ns):
-    # Without ``sem`` it acquires.
-    seen = tl.atomic_poll(flag_ptr, 1, scope="sys", timeout_ns=timeout_ns)
-    tl.store(seen_ptr, seen.to(tl.int32))
-
-
-def wait(kernel, flag, limit):
-    """Wait for a 1; return whether it was seen, and seconds."""
-    seen = torch.empty(1, dtype=torch.int32, device=DEVICE)
-    for up_to in (16, limit):  # the first launch compiles
-        begin = time.perf_counter()
-        kernel[(1,)](torch.full_like(seen, flag), seen, up_to, num_warps=1)
-        was_seen = bool(seen.item())  # waits for the GPU
-    return was_seen, time.perf_counter() - begin
-
-
 if __name__ == "__main__":
-    was_seen, seconds = wait(tries_kernel, 0, TRIES // 1024)
-    assert not was_seen
-    say(f"{TRIES // 1024:,} tries took {seconds:.3f} s", end=", ")
+    flag = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    seen = torch.ones_like(flag)
+    # The first launch compiles, for both: 16 divides both numbers.
+    for tries in (16, TRIES // 1024):
+        begin = time.perf_counter()
+        tries_kernel[(1,)](flag, seen, tries, num_warps=1)
+        assert not seen.item()  # waits for the GPU
+        seconds = time.perf_counter() - begin
+    where = "interpreter" if DEVICE.type == "cpu" else "GPU"
+    say(f"{where}: {TRIES // 1024:,} tries took {seconds:.3f} s", end=", ")
     say(f"so TRIES, {TRIES:,}, take about {1024 * seconds:.0f} s")
-    if hasattr(tl, "atomic_poll"):
-        assert wait(poll_kernel, 1, 10**8)[0]
-        was_seen, seconds = wait(poll_kernel, 0, 10**8)
-        assert not was_seen
-        say(f"tl.atomic_poll for 0.1 s: gave up after {seconds:.3f} s")
-    else:
-        say(f"Triton {triton.__version__} has no tl.atomic_poll")
 
 # %%
 # All in one launch
@@ -449,13 +428,14 @@ if __name__ == "__main__":
 #
 # A kernel can pass both barriers itself, in one launch instead of three.
 # Program *i* of each rank waits for programs *i* of the others alone, in a slot
-# of its own, so all ranks must launch equally many. Here it may then read the
-# whole tensor, as an earlier launch on the same stream wrote it. A kernel that
-# writes the tensor itself needs ``tl.debug_barrier()`` before ``meet`` as well,
-# and program *i* may then read only what programs *i* wrote. New are:
+# of its own, so all ranks must launch equally many. After the first ``meet``,
+# program *i* may read the whole tensor: an earlier launch on each rank's stream
+# wrote it, and has ended. If the kernel itself writes the tensor, call
+# ``tl.debug_barrier()`` between the write and ``meet``; then program *i* may
+# read only what programs *i* of the other ranks wrote. New are:
 #
-# * ``tl.debug_barrier()`` has all threads of a program wait for each other, as
-#   one thread sets and sees the flags for all. It is not for debugging only.
+# * One thread of a program sets and sees the flags. ``tl.debug_barrier()`` has
+#   all its threads wait for each other. It is not for debugging only.
 # * A program that waits occupies its multiprocessor. If more programs were
 #   launched than fit on the GPU, those that wait could keep out those that are
 #   waited for. So there are at most 32, each for several blocks: an H200 has
@@ -493,10 +473,8 @@ def exchange_at_once(x, N):
     """Return the next rank's numbers, read between two barriers."""
     out = torch.empty(N, device=DEVICE)
     grid = (min(triton.cdiv(N, BLOCK), 32),)
-    tensors, numbers = (x.buffers, x.pads, out, late), (RANK, NEXT, N, TRIES)
-    exchange_kernel[grid](
-        *tensors, *numbers, RANKS=RANKS, BLOCK=BLOCK, num_warps=8
-    )
+    given = x.buffers, x.pads, out, late, RANK, NEXT, N, TRIES
+    exchange_kernel[grid](*given, RANKS=RANKS, BLOCK=BLOCK, num_warps=8)
     return out
 
 
@@ -510,17 +488,22 @@ def exchange_in_three(x, N):
 
 for N in (1, 5000):
     for call in (exchange_at_once, exchange_in_three):
+        if RANK == 1:
+            pause()  # a rank that does not wait reads what was there before
         x.mine[:N] = numbers_of(RANK, N) + 1
         out = call(x, N)
-        x.mine[:N] = -1  # at once: a rank that reads late would see it
+        x.mine[:N] = -1  # without the second meet, a late rank may read it
         expected = numbers_of(NEXT, N) + 1
         torch.testing.assert_close(out, expected, rtol=0, atol=0)
 check_late()
 
+if __name__ == "__main__":
+    say("one launch, or three: every rank read the next rank's numbers")
+
 # %%
-# All ranks are timed together now, so compare CPU times within one chart only.
-# They meet before each call; still, each time includes the wait for the slowest
-# rank. *Triton* is one launch. The rate counts what one rank reads. The printed
+# All ranks are timed together now. They meet before each call; still, each time
+# includes the wait for the slowest rank: do not compare the two charts.
+# *Triton* is one launch. The rate counts what one rank reads. The printed
 # ratios divide GPU times: above 1, one launch is faster.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
@@ -543,7 +526,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 
 # %%
 # One launch saves the start of two more. But it has at most 32 programs, and
-# ``read_peer`` one for each block: take it for small tensors.
+# ``read_peer`` has one for each block: use one launch for small tensors.
 #
 # Exercises
 # ---------
@@ -610,9 +593,9 @@ if __name__ == "__main__":
 # ----------
 #
 # ``handle.barrier()`` is such a barrier from PyTorch. Its flags are on the same
-# pads: do not run it beside ``meet``. ``torch.ops.symm_mem`` has whole
-# collectives on symmetric memory, such as ``one_shot_all_reduce``. Both are in
-# `PyTorch's documentation
+# pads: do not run it at the same time as ``meet``. ``torch.ops.symm_mem`` has
+# whole collectives on symmetric memory, such as ``one_shot_all_reduce``. Both
+# are in `PyTorch's documentation
 # <https://docs.pytorch.org/docs/stable/symmetric_memory.html>`_.
 
 if __name__ == "__main__":
