@@ -96,6 +96,67 @@ def layer_weights(F=32):
     return router / H**0.5, gate_up / H**0.5, down / F**0.5
 
 
+def megabytes_sent(T):
+    """Return the megabytes that a GPU sends to others, on average."""
+    return T * k * (RANKS - 1) / RANKS * H * DTYPE.itemsize / 1e6
+
+
+def check_tokens(x, experts):
+    """Assert that all ranks' memory is for such tokens."""
+    T = len(x)
+    assert 0 < T <= max(TOKENS), "no tokens, or more than memory is for"
+    assert (x.dtype, experts.dtype) == (DTYPE, torch.int32)
+    assert (x.shape, experts.shape) == ((T, H), (T, k))
+    assert x.is_contiguous()
+    assert experts.is_contiguous()
+
+
+@triton.jit
+def meet(pads_ptr, late_ptr, rank, tries, RANKS):
+    """Wait for all ranks."""
+    left = tries
+    tl.debug_barrier()  # all threads have written before a flag is set
+    for peer in range(RANKS):
+        ptr = tl.load(pads_ptr + peer).to(tl.pointer_type(tl.int32)) + rank
+        was = tl.atomic_cas(ptr, 0, 1, sem="release", scope="sys")
+        while (was != 0) & (left > 0):
+            was = tl.atomic_cas(ptr, 0, 1, sem="release", scope="sys")
+            left -= 1
+    pad_ptr = tl.load(pads_ptr + rank).to(tl.pointer_type(tl.int32))
+    for peer in range(RANKS):
+        ptr = pad_ptr + peer
+        was = tl.atomic_cas(ptr, 1, 0, sem="acquire", scope="sys")
+        while (was != 1) & (left > 0):
+            was = tl.atomic_cas(ptr, 1, 0, sem="acquire", scope="sys")
+            left -= 1
+    if left == 0:  # gave up, or came with the last try
+        tl.store(late_ptr, 1)
+    tl.debug_barrier()  # and all have waited before they read
+
+
+def dispatch_op(x, experts, memory):
+    """Dispatch by the op, as float8 if the memory has scales."""
+    _, inverse, offsets = moe_routing_permutation(experts, E)
+    is_float8 = memory.scales is not None
+    x, scales = quantize(x, (1, 128)) if is_float8 else (x, None)
+    return expert_all_to_all_dispatch(
+        x, experts, inverse, offsets, memory, scales
+    )
+
+
+def check_float8():
+    """Check that float8 rows arrive with their scales."""
+    x, experts, _ = make_inputs(8)
+    memory = memory_for(8, float8=True)
+    eight, scales, *_ = dispatch_op(x, experts, memory)
+    wide = dequantize(*quantize(x, (1, 128)), (1, 128), DTYPE)
+    expected, *_ = dispatch_torch(wide, experts)
+    n = len(expected)
+    came = dequantize(eight[:n], scales[:n], (1, 128), DTYPE)
+    assert torch.equal(came, expected)
+    expert_all_to_all_check(memory)
+
+
 def judge(kernel, launch, expected):
     """Launch a kernel between barriers; say if it is right on all ranks."""
     if kernel is None:
@@ -146,15 +207,19 @@ def judge_load(kernel):
 #
 # One process, a *rank*, runs this script for each GPU: see ``peer_memory.py``.
 # Expert e is on rank ``e // LOCAL``. Choice j of token t has the number
-# ``t * k + j``. ``moe_routing_permutation`` sorts the choices by expert:
-# ``order`` lists them in that order, ``inverse[c]`` is choice c's position in
-# it, and expert e's choices end before position ``offsets[e]``.
+# ``t * k + j``. ``moe_routing_permutation`` sorts choices by expert. For
+# three, of experts 1, 1 and 0, it returns ``order`` 2, 0, 1 (choice 2 comes
+# first), ``inverse`` 1, 2, 0 (the position of each choice) and ``offsets`` 1, 3
+# (where each expert's choices end), all int32.
 #
 # ``all_to_all_single`` moves rows between ranks, one for each choice, even when
 # several choices of a token are on one rank. The CPU passes how many rows go
 # where, so it waits for the counts. Rows arrive sorted by the rank that sent
-# them, then by expert; a last sort is by expert alone. ``make_inputs``, in the
-# fold at the top, draws rows, and k experts for each token.
+# them, then by expert; a last sort is by expert alone. Say experts A and B of
+# this rank get 3 rows and 1 from rank 0, and 2 and 0 from rank 1. Then
+# ``theirs`` is 3, 1, 2, 0, and rows arrive as A A A B A A. ``by_expert`` is 0,
+# 1, 2, 4, 5, 3, and ``ends`` is 5, 6. ``make_inputs``, in the fold at the top,
+# draws x (T, H), int32 experts (T, k), and float32 weights (T, k).
 
 ON_GPU = DEVICE.type == "cuda"
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
@@ -168,24 +233,20 @@ assert E % RANKS == 0, "each rank has as many experts"
 def dispatch_torch(x, experts):
     """Return rows by expert, where each ends, and what the way back needs."""
     order, inverse, offsets = moe_routing_permutation(experts, E)
-    counts = offsets.diff(prepend=offsets.new_zeros(1))  # (E,)
+    counts = offsets.diff(prepend=offsets.new_zeros(1))  # (E,), sent to each
+    # (RANKS * LOCAL,): from each rank, for each of this rank's experts
     theirs = torch.empty_like(counts)
     dist.all_to_all_single(theirs, counts)
-    both = torch.stack([counts, theirs]).view(2, RANKS, LOCAL).sum(2)
-    sent, got = both.tolist()  # rows for and from each rank; waits for the GPU
-    rows = x.new_empty(sum(got), H)
+    both = torch.stack([counts, theirs]).view(2, RANKS, LOCAL)
+    sent, got = both.sum(2).tolist()  # to each rank, from each; the CPU waits
+    rows = x.new_empty(sum(got), H)  # sorted by sender, then by expert
     dist.all_to_all_single(rows, x[order // k], got, sent)
-    expert = torch.arange(LOCAL, device=DEVICE).repeat(RANKS)
+    expert = torch.arange(LOCAL, device=DEVICE).repeat(RANKS)  # of theirs
     # output_size: otherwise repeat_interleave waits for the GPU as well
     of_row = expert.repeat_interleave(theirs, output_size=len(rows))
     by_expert = of_row.sort(stable=True).indices
-    ends = theirs.view(RANKS, LOCAL).sum(0).cumsum(0).int()
+    ends = theirs.view(RANKS, LOCAL).sum(0).cumsum(0).int()  # (LOCAL,)
     return rows[by_expert], ends, (by_expert, inverse, sent, got)
-
-
-def megabytes_sent(T):
-    """Return the megabytes that a GPU sends to others, on average."""
-    return T * k * (RANKS - 1) / RANKS * H * DTYPE.itemsize / 1e6
 
 
 if __name__ == "__main__":
@@ -199,10 +260,12 @@ if __name__ == "__main__":
 #
 # ``places[c]`` is the number of choice c's row in the memory of its expert's
 # rank. ``table`` has the address of each rank's memory; ``.to(x_ptr.dtype)``
-# makes a pointer of it, as ``x_ptr`` is one. A program loads part of a token's
-# row once and stores it k times. Triton cannot see that a loaded address is
-# aligned: ``tl.multiple_of`` promises that 16 divides it. Triton does see that
-# 16 divides H, so a thread may store 16 bytes at once.
+# makes a pointer of it, as ``x_ptr`` is one. So x needs the dtype of that
+# memory: ``check_tokens``, in the fold at the top, asserts it before anything
+# is sent. A program loads part of a token's row once and stores it k times.
+# Triton cannot see that a loaded address is aligned: ``tl.multiple_of``
+# promises that 16 divides it. That 16 divides H, Triton sees from its value at
+# the launch. So a thread may store 16 bytes at once.
 
 
 @triton.jit
@@ -222,24 +285,21 @@ def send_kernel(
 
 def send(x, experts, places, table, BLOCK=2048):
     """Store each token's row where its choices belong."""
-    T, k = experts.shape
-    assert 0 < T <= max(TOKENS), "no tokens, or more than memory is for"
-    assert x.shape == (T, H)
-    assert x.is_contiguous()
-    assert experts.is_contiguous()
-    grid = T, triton.cdiv(H, BLOCK)  # tokens, and parts of a row
+    check_tokens(x, experts)
+    assert (places.dtype, places.numel()) == (torch.int32, experts.numel())
+    grid = len(x), triton.cdiv(H, BLOCK)  # tokens, and parts of a row
     send_kernel[grid](x, experts, places, table, k, LOCAL, H, BLOCK=BLOCK)
 
 
 # %%
-# Which row? An expert's rows are sorted by the rank that sends them. A row is
-# ``start + rows from lower ranks + inverse - start_here``: ``start`` is the
-# expert's first row on its rank, and ``start_here`` its first position among
-# this rank's sorted choices. All but ``inverse`` is the same for all choices of
-# an expert, their ``base``. Say an expert starts at row 40, lower ranks send it
-# 2 rows, and here its choices begin at position 10. Then ``base`` is 40 + 2 -
-# 10, and positions 10, 11 and 12 are rows 42, 43 and 44. No atomic counter
-# hands out rows, so their order is deterministic.
+# Which row? A rank's rows are sorted by expert, then by sender: above, they
+# become A A A A A B, and rank 1's are rows 3 and 4. A choice's row is
+# ``start + lower + inverse - start_here``. ``start`` is the expert's first row
+# on its rank, ``lower`` how many rows lower ranks send to it, and
+# ``start_here`` its first position among this rank's sorted choices. All but
+# ``inverse`` is the same for all choices of an expert, their ``base``. Say
+# ``start`` is 40, ``lower`` 2 and ``start_here`` 10: then ``base`` is 32, and
+# positions 10 and 11 are rows 42 and 43. The order is deterministic.
 
 
 def places_torch(experts):
@@ -250,8 +310,9 @@ def places_torch(experts):
     dist.all_gather([*counts], own)
     total = counts.sum(0).view(RANKS, LOCAL)
     start = (total.cumsum(1) - total).flatten()  # (E,)
+    lower = counts[:RANK].sum(0)  # (E,)
     start_here = offsets - own  # (E,)
-    base = start + counts[:RANK].sum(0) - start_here
+    base = start + lower - start_here
     return base.int()[experts.flatten()] + inverse
 
 
@@ -318,40 +379,19 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # program writes this rank's counts to all pads, waits at a barrier, and
 # computes a ``base`` for each of the E experts from its own pad.
 #
-# The barrier is that of ``peer_memory.py``: set this rank's flag on every pad,
-# then wait for each flag on its own pad and clear it. A rank that sees a flag
-# by ``acquire`` sees all that was written before it was set by ``release``.
-# Tries are counted, and that page prints how long they last: a rank that failed
-# would otherwise keep the other GPUs busy forever. With none left, ``late``
-# becomes 1, and no later result may be used. ``dispatch`` does not look at
-# ``late``, as the CPU would wait: do so once in a while.
+# The barrier, ``meet`` in the fold at the top, is that of ``peer_memory.py``:
+# set this rank's flag on every pad, then wait for each flag on its own pad and
+# clear it. A rank that sees a flag by ``acquire`` sees all that the other rank
+# wrote before it set that flag by ``release``. Tries are counted (that page
+# prints how long they last): a rank that failed would otherwise keep the other
+# GPUs busy forever. With none left, ``late`` becomes 1, and no later result may
+# be used. ``dispatch`` does not read ``late``, since the CPU would have to
+# wait: read it yourself, say once in 100 steps.
 #
-# ``plan_kernel`` does what ``places_torch`` does, for the experts of one rank
-# after the other. Both have the same names: ``base`` begins at -``start_here``,
-# the loop over sources adds the lower ranks' counts, and at last ``start``.
-
-
-@triton.jit
-def meet(pads_ptr, late_ptr, rank, tries, RANKS):
-    """Wait for all ranks."""
-    left = tries
-    tl.debug_barrier()  # all threads have written before a flag is set
-    for peer in range(RANKS):
-        ptr = tl.load(pads_ptr + peer).to(tl.pointer_type(tl.int32)) + rank
-        was = tl.atomic_cas(ptr, 0, 1, sem="release", scope="sys")
-        while (was != 0) & (left > 0):
-            was = tl.atomic_cas(ptr, 0, 1, sem="release", scope="sys")
-            left -= 1
-    pad_ptr = tl.load(pads_ptr + rank).to(tl.pointer_type(tl.int32))
-    for peer in range(RANKS):
-        ptr = pad_ptr + peer
-        was = tl.atomic_cas(ptr, 1, 0, sem="acquire", scope="sys")
-        while (was != 1) & (left > 0):
-            was = tl.atomic_cas(ptr, 1, 0, sem="acquire", scope="sys")
-            left -= 1
-    if left == 0:  # gave up, or came with the last try
-        tl.store(late_ptr, 1)
-    tl.debug_barrier()  # and all have waited before they read
+# ``plan_kernel`` computes the ``base`` of ``places_torch``, for one rank's
+# experts at a time, as this rank may send to all. Its names are the same:
+# ``base`` begins at -``start_here``, the loop over sources adds the lower
+# ranks' counts, and at last ``start`` is added.
 
 
 @triton.jit
@@ -373,7 +413,7 @@ def plan_kernel(
     LOCAL,
     BLOCK: tl.constexpr,  # at least E
 ):
-    offs = tl.arange(0, BLOCK)  # of all experts, then of one rank's
+    offs = tl.arange(0, BLOCK)  # all experts
     starts_ptr = offsets_ptr - 1  # an expert starts where the previous ends
     inside = (offs > 0) & (offs < E)  # expert 0 starts at 0
     first = tl.load(starts_ptr + offs, mask=inside, other=0)
@@ -383,9 +423,10 @@ def plan_kernel(
         tl.store(pad_ptr + RANKS + rank * E + offs, own, mask=offs < E)
     meet(pads_ptr, late_ptr, rank, tries, RANKS)
     pad_ptr = tl.load(pads_ptr + rank).to(tl.pointer_type(tl.int32))
-    mask = offs < LOCAL
+    local = tl.arange(0, BLOCK)  # one rank's experts
+    mask = local < LOCAL
     for peer in range(RANKS):
-        expert = peer * LOCAL + offs  # (BLOCK,)
+        expert = peer * LOCAL + local  # (BLOCK,)
         inside = mask & (expert > 0)
         start_here = tl.load(starts_ptr + expert, mask=inside, other=0)
         base = -start_here
@@ -399,7 +440,7 @@ def plan_kernel(
         start = ends - total
         tl.store(bases_ptr + expert, base + start, mask=mask)
         if peer == rank:
-            tl.store(ends_ptr + offs, ends, mask=mask)
+            tl.store(ends_ptr + local, ends, mask=mask)
 
 
 _, pads = shared(RANKS * (1 + E), dtype=torch.int32)  # flags begin at 0
@@ -407,20 +448,22 @@ late = torch.zeros(1, dtype=torch.int32, device=DEVICE)
 TRIES = 2**24 if ON_GPU else 2**20
 
 
-def barrier():
+def gpu_barrier():
     """Have the GPU wait for the other ranks' GPUs; the CPU goes on."""
     barrier_kernel[(1,)](pads, late, RANK, TRIES, RANKS, num_warps=1)
 
 
 def dispatch(x, experts):
     """Return rows by expert, where each expert ends, and all places."""
+    check_tokens(x, experts)  # before this rank's counts go to others
     _, inverse, offsets = moe_routing_permutation(experts, E)
     bases, ends = torch.empty_like(offsets), offsets.new_empty(LOCAL)
-    tensors, BLOCK = (pads, offsets, bases, ends), triton.next_power_of_2(E)
-    plan_kernel[(1,)](*tensors, late, RANK, TRIES, RANKS, E, LOCAL, BLOCK=BLOCK)
+    tensors = pads, offsets, bases, ends, late
+    BLOCK = triton.next_power_of_2(E)
+    plan_kernel[(1,)](*tensors, RANK, TRIES, RANKS, E, LOCAL, BLOCK=BLOCK)
     places = bases[experts.flatten()] + inverse
     send(x, experts, places, rows_table)
-    barrier()
+    gpu_barrier()
     return rows, ends, places  # the first ends[-1] rows, until the next call
 
 
@@ -447,13 +490,15 @@ if __name__ == "__main__":
 #
 # The way back needs no plan. A token's rank knows where its k rows went, and
 # fetches the results from there, once all ranks have met. It adds them up in
-# float32, in the order of the choices. No rank overwrites ``returned`` before
-# all have fetched: its experts run after the next dispatch's barriers, which
-# every rank reaches after its fetch.
+# float32, in the order of the choices. Experts write results into ``returned``,
+# symmetric memory like ``rows``. No rank overwrites it before all have fetched:
+# its experts run after the next dispatch's barriers, which every rank reaches
+# after its fetch.
 #
 # In the check, experts add their rank's number to a row. Storing a sum rounds
-# it by half an ``eps`` at most. Each of the k products and k additions may be
-# off by one float32 ``eps`` of the largest sum: 2 k ``eps`` in all.
+# it by half an ``eps`` at most. Each of the k products and k additions rounds
+# by half a float32 ``eps``. We allow a whole one, of the largest sum, as
+# partial sums may be larger: 2 k ``eps`` in all.
 
 
 @triton.jit
@@ -499,10 +544,12 @@ returned, returned_table = shared(CAPACITY, H, dtype=DTYPE)
 def combine(experts, weights, places, BLOCK=2048):
     """Return the weighted sum of each token's results, once all are there."""
     T, k = experts.shape
+    assert experts.dtype == places.dtype == torch.int32
+    assert (weights.shape, places.shape) == ((T, k), (T * k,))
     assert experts.is_contiguous()
     assert weights.is_contiguous()
     out = torch.empty(T, H, dtype=DTYPE, device=DEVICE)
-    barrier()
+    gpu_barrier()
     grid = T, triton.cdiv(H, BLOCK)
     tensors = experts, places, weights, returned_table, out
     fetch_kernel[grid](*tensors, LOCAL, H, CHOICES=k, BLOCK=BLOCK)
@@ -529,8 +576,9 @@ if __name__ == "__main__":
 #
 # ``expert_all_to_all_dispatch`` and ``expert_all_to_all_combine`` are this
 # gallery's op. To the kernels of this page they add float8 rows with their
-# scales, choices of no expert (-1), and memory for fewer rows than could come.
-# Rows that do not fit are not sent, and the results of their tokens are NaN.
+# scales, choices of no expert (-1), ranks without tokens, and a ``capacity``:
+# memory for fewer rows than could come. Rows that do not fit are not sent, and
+# the results of their tokens are NaN.
 
 from triton_gallery_ops.expert_all_to_all import (
     expert_all_to_all_check,
@@ -547,7 +595,8 @@ from triton_gallery_ops.expert_all_to_all import (
 
 def memory_for(T, float8=False, capacity=None):
     """Return the op's memory for T tokens of each rank."""
-    dtype, groups = (torch.float8_e4m3fn, H // 128) if float8 else (DTYPE, 0)
+    dtype = torch.float8_e4m3fn if float8 else DTYPE
+    groups = H // 128 if float8 else 0  # scales of a row
     sizes = T, k, H, E, dtype, DTYPE, groups, capacity
     return expert_all_to_all_memory(*sizes, allocate=shared_bytes)
 
@@ -563,12 +612,12 @@ from triton_gallery_ops.moe_layer import moe_layer
 from triton_gallery_ops.quantize import dequantize, quantize
 
 # %%
-# ``ends`` stays on the GPU, and goes into ``grouped_matmul`` as its offsets.
-# Each rank has its own tokens, of any number, and weights of its own experts;
-# ``layer_weights``, in the fold at the top, draws those of all. The results
-# have to agree with ``moe_layer``, the same layer on one GPU. It rounds at
-# other places, so an element may differ by 8 ``eps`` of its token's largest, a
-# margin that we chose.
+# ``ends`` stays on the GPU, and goes into ``grouped_matmul`` as its offsets; of
+# the rows after the last end it makes zeros. Each rank has its own tokens, of
+# any number, and weights of its own experts; ``layer_weights``, in the fold at
+# the top, draws those of all. The results have to agree with ``moe_layer``, the
+# same layer on one GPU. It rounds at other places, so an element may differ by
+# 8 ``eps`` of its token's largest, a margin that we chose.
 
 
 def parallel_layer(x, router, gate_up, down, memory):
@@ -628,32 +677,14 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Rows of float8
 # --------------
 #
-# ``quantize`` makes float8 rows, with a scale for each group of 128 elements.
-# They are half as many bytes, and ``grouped_matmul_fp8`` multiplies them as
-# they come. They have to arrive with their scales: dequantized after the trip,
-# they equal rows dequantized before it, which ``dispatch_torch`` sends.
-
-
-def dispatch_op(x, experts, memory):
-    """Dispatch by the op, as float8 if the memory has scales."""
-    _, inverse, offsets = moe_routing_permutation(experts, E)
-    is_float8 = memory.scales is not None
-    x, scales = quantize(x, (1, 128)) if is_float8 else (x, None)
-    return expert_all_to_all_dispatch(
-        x, experts, inverse, offsets, memory, scales
-    )
-
+# ``quantize`` makes float8 rows, half as many bytes, with a scale for each
+# group of 128 elements. Both have to arrive. ``check_float8``, in the fold at
+# the top, compares two ways: the op sends float8 rows, which are dequantized
+# then; or rows are dequantized first, and ``dispatch_torch`` sends them. The
+# results have to be equal.
 
 if __name__ == "__main__":
-    x, experts, _ = make_inputs(8)
-    memory_float8 = memory_for(8, float8=True)
-    eight, scales, *_ = dispatch_op(x, experts, memory_float8)
-    wide = dequantize(*quantize(x, (1, 128)), (1, 128), DTYPE)
-    expected, *_ = dispatch_torch(wide, experts)
-    n = len(expected)
-    came = dequantize(eight[:n], scales[:n], (1, 128), DTYPE)
-    assert torch.equal(came, expected)
-    expert_all_to_all_check(memory_float8)
+    check_float8()
     say("float8 rows arrived with their scales")
 
 # %%
@@ -664,9 +695,9 @@ if __name__ == "__main__":
 # ``dispatch_torch`` and ``combine_torch``. A dispatch begins with chosen
 # experts and ends with rows sorted by expert. *Roof* is the rate of one large
 # copy to the next rank, the same line for all sizes. ``gpu_time`` has the GPU
-# sleep before each call. *PyTorch* waits for the counts, so the CPU time of its
-# dispatch includes this sleep. The run prints the op's times and rates, and
-# *PyTorch / op* divides GPU times.
+# sleep before each call, to hide the launch. *PyTorch* waits for the counts, so
+# the CPU time of its dispatch includes this sleep. The run prints the op's
+# times and rates, and *PyTorch / op* divides GPU times.
 
 
 def copy_to_next():
@@ -728,10 +759,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         say(f"  float8 / 16 bits, dispatch by the op: {ratio:.2f}")
 
 # %%
-# The rest of a dispatch is routing, plan and barriers. The time of float8
-# includes ``quantize``. Where a call's CPU time exceeds its GPU time, use a
-# CUDA graph. In a combine, *Triton* first copies results to where other ranks
-# read them; *Triton, in place* is the op when experts have written them there.
+# What a dispatch takes beyond sending is routing, plan and barriers. The time
+# of float8 includes ``quantize``. Where a call's CPU time exceeds its GPU time,
+# use a CUDA graph. In a combine, *Triton* first copies results to where other
+# ranks read them. In *Triton, in place*, experts have written them there, to
+# ``memory.results``, and the call gets None for ``y``.
 #
 # Exercises
 # ---------

@@ -252,10 +252,21 @@ for turn in range(3):
     out = p.combine(experts, weights, places)
     torch.testing.assert_close(out, p.combine_torch(expected, weights, back))
 assert p.late.item() == 0
+before = p.rows.clone(), p.pads.clone()
+wrong = (x.half(), experts), (x, experts.long()), (x[:, 1:], experts), (x, experts[:, :1])
+for given in (*wrong, (x.repeat(9, 1), experts.repeat(9, 1))):
+    refused = False
+    try:
+        p.dispatch(*given)
+    except AssertionError:
+        refused = True
+    assert refused
+p.meet_ranks()  # and nothing was sent
+assert torch.equal(before[0], p.rows) and torch.equal(before[1], p.pads)
 p.meet_ranks()
 if p.RANK == 0:
     p.TRIES = 100
-    p.barrier()  # where no other rank comes
+    p.gpu_barrier()  # where no other rank comes
 assert p.late.item() == (p.RANK == 0 and p.RANKS > 1)
 p.meet_ranks()
 """
