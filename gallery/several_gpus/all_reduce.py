@@ -104,14 +104,11 @@ if __name__ == "__main__":
 #
 # Every pad has a *count* for each program. In ``meet``, a program adds 1 to its
 # count on all ranks, and waits until the count on its own pad reaches a target,
-# the next multiple of ``RANKS``. None passes, and adds for the next barrier,
-# before all have added for this one, so all find one target. Say two ranks have
-# passed two barriers, so the count is 4. Rank 1 reads 4, adds 1, and waits for
-# 6. Rank 0 reads 5 and adds 1; both see 6 and pass.
-#
-# After ``tries`` looks a program gives up: it sets ``late``; the sum is NaN.
-# Other ranks may not notice, and the counts are off, so the job has failed:
-# raise an error, and ``torchrun`` ends all ranks. A new start has new memory.
+# the first multiple of ``RANKS`` above the count it read. No rank can add for
+# the next barrier before all have added for this one, so all compute the same
+# target. Say two ranks have passed two barriers. Rank 1 reads 4, adds 1, and
+# waits for 6. Rank 0 reads 5 and adds 1; both see 6 and pass. After ``tries``
+# looks a program gives up: it sets ``late``, and the sum is NaN (*Break it*).
 
 
 @triton.jit
@@ -125,7 +122,7 @@ def count_at(pads_ptr, rank):
 def tensor_at(buffers_ptr, rank):
     """Return a pointer to a rank's tensor."""
     ptr = tl.load(buffers_ptr + rank).to(tl.pointer_type(tl.float32))
-    return tl.multiple_of(ptr, 16)  # so a thread loads 16 bytes at once
+    return tl.multiple_of(ptr, 16)  # bytes: a thread loads 4 floats at once
 
 
 @triton.jit
@@ -135,7 +132,7 @@ def meet(pads_ptr, late_ptr, rank, tries, RANKS: tl.constexpr):
     # Relaxed (in no order): it only picks the target, and the loop acquires.
     count = tl.atomic_add(mine_ptr, 0, sem="relaxed", scope="sys")
     target = (count // RANKS + 1) * RANKS
-    tl.debug_barrier()  # the program's threads wait until all have written
+    tl.debug_barrier()  # until all threads of the program have read and written
     for peer in tl.static_range(RANKS):  # unrolled
         tl.atomic_add(count_at(pads_ptr, peer), 1, sem="release", scope="sys")
     while (count < target) & (tries > 0):
@@ -171,11 +168,14 @@ def one_shot_kernel(
     meet(pads_ptr, late_ptr, rank, tries, RANKS)  # now x may be overwritten
 
 
-# Few programs: as each waits for others, all must fit on the GPU at once.
-BLOCK, PROGRAMS, MANY, LARGEST, TRIES = 2048, 32, 70_000, 2**24, 2**26
+BLOCK = 2048  # numbers that a program adds at a time
+PROGRAMS = 32  # few: as each waits for others, all must fit on the GPU at once
+MANY = 70_000  # numbers of a check in which a program has several blocks
+LARGEST = 2**24  # numbers that a tensor has at most
+TRIES = 2**26  # looks at a count before a program gives up
 if DEVICE.type == "cpu":  # less, for Triton's interpreter
     PROGRAMS, MANY, LARGEST, TRIES = 2, 5000, 5000 * RANKS, 2**20
-assert MANY > PROGRAMS * BLOCK  # in the checks, a program has several blocks
+assert MANY > PROGRAMS * BLOCK
 OPTIONS = {"RANKS": RANKS, "BLOCK": BLOCK, "num_warps": 16}  # 4 floats a thread
 x = symmetric_floats(LARGEST)
 late = torch.zeros(1, dtype=torch.int32, device=DEVICE)
@@ -185,9 +185,9 @@ def one_shot(N):
     """Return the sum of the first N numbers of all ranks' tensors."""
     assert N <= LARGEST
     out = torch.empty(N, device=DEVICE)
-    where = x.buffers, x.pads, late, RANK
+    args = x.buffers, x.pads, late, RANK
     grid = (min(triton.cdiv(N, BLOCK), PROGRAMS),)
-    one_shot_kernel[grid](out, *where, N=N, tries=TRIES, **OPTIONS)
+    one_shot_kernel[grid](out, *args, N=N, tries=TRIES, **OPTIONS)
     return out
 
 
@@ -221,7 +221,7 @@ for N in (1, 1000, MANY):
 # ---------
 #
 # Ranks begin at different moments and wait for each other, so we time 20 calls
-# in a row, in a CUDA graph. Each reads its count on the GPU, so it can replay.
+# in a row, in a CUDA graph. (*The op* says why the graph can be replayed.)
 
 
 def time_calls(calls_of, sizes, width=4, repeats=20):
@@ -278,30 +278,31 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # %%
 # The GPU run prints the microseconds of a call: the median, and in brackets the
 # 20th and the 80th percentile. Where 16 times the size takes far less than 16
-# times as long, most of the time does not depend on the size. A barrier does
-# not, and this kernel has two. We remove one.
+# times as long, most of the time does not depend on the size. Nor does a
+# barrier's time, and this kernel has two barriers. We remove one.
 #
 # One barrier
 # -----------
 #
 # The second barrier keeps a rank from overwriting what another one still reads.
 # *Two buffers in rotation* replace it. Launches 1, 3, 5 write their tensor to
-# buffer A, launches 2, 4, 6 to B. Below, rank 1 is slow, and dots are waiting:
+# buffer A, launches 2, 4, 6 to B. Below, rank 1 is late, and dots are waiting:
 #
 # .. code-block:: text
 #
 #    rank 0  1: write A | 1: read A  2: write B  ...... | 2: read B  3: write A
-#    rank 1  1: write A | ......  1: read A  2: write B | ......  2: read B
+#    rank 1  1: write A |         1: read A  2: write B |         2: read B
 #                      meet                            meet
 #
 # Between the two meetings, rank 0 writes B while rank 1 still reads A. Rank 0
 # writes A again only after the second one, so rank 1 has read it.
 #
-# ``count // RANKS`` is the number of launches so far; buffer A is for an even
-# one. Program *p* reads only what program *p* of each rank wrote, so it meets
-# those alone, and has its own count. Hence every launch has ``PROGRAMS``, even
-# where some have nothing to do. A program left out of launch 2 would count one
-# less: in launch 3 it would write B, where a slower rank's programs still read.
+# ``count // RANKS`` is the number of launches before this one: 0 in launch 1.
+# If it is even, the launch uses buffer A. Program *p* reads only what program
+# *p* of each rank wrote, so it meets those alone, and has its own count. Every
+# launch has ``PROGRAMS`` programs, even if some have nothing to do. If launch 2
+# lacked the last one, its count would be a launch behind: in launch 3 it would
+# write B, where others, which got its blocks, may still read on a slower rank.
 # (``one_shot`` may launch fewer: after its second barrier, none still reads.)
 
 
@@ -339,8 +340,8 @@ def one_barrier_kernel(
         tl.store(out_ptr + offs, acc + nan_if_late, mask=offs < N)
 
 
-CAPACITY = triton.cdiv(LARGEST, 16) * 16  # the second buffer is aligned, too
-both = symmetric_floats(2 * CAPACITY)
+CAPACITY = triton.cdiv(LARGEST, 16) * 16  # aligned: Triton sees the factor 16
+rotating = symmetric_floats(2 * CAPACITY)
 
 
 def one_barrier(given):
@@ -352,9 +353,9 @@ def one_barrier(given):
     assert given.dtype == torch.float32
     assert given.numel() <= CAPACITY
     out, N = torch.empty_like(given), given.numel()
-    where = both.buffers, both.pads, late, RANK
+    args = rotating.buffers, rotating.pads, late, RANK
     one_barrier_kernel[(PROGRAMS,)](
-        given, out, *where, N=N, capacity=CAPACITY, tries=TRIES, **OPTIONS
+        given, out, *args, N=N, capacity=CAPACITY, tries=TRIES, **OPTIONS
     )
     return out
 
@@ -363,9 +364,9 @@ for N in (1, MANY, 3000):
     check_sum(one_barrier(tensor_of(RANK, N)))
 
 # %%
-# The copy takes longer the larger the tensor is, the barrier does not. So where
-# leaving it out pays, it does for small tensors; the last line of the GPU run
-# says for which.
+# A copy takes longer for a larger tensor, a barrier does not. So leaving out a
+# barrier can pay for small tensors only; the last line of the GPU run says for
+# which. (The times of two barriers are without their copy, to ``x.mine``.)
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
 
@@ -387,10 +388,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ---------
 #
 # In *two shots*, rank *r* adds up slice *r* of all ranks' tensors, and
-# overwrites slice *r* of its own with the sum: before the barrier, rank *s*
-# reads only slice *s*. Then each rank reads every slice, of ``size`` numbers,
-# from the rank that has it. These steps are called *reduce-scatter* and
-# *all-gather*. What a rank reads from the others, in sizes of the tensor:
+# overwrites slice *r* of its own with the sum. This is safe: until the barrier,
+# no other rank reads slice *r*. Then each rank reads every slice, of ``size``
+# numbers, from the rank that has it. These steps are called *reduce-scatter*
+# and *all-gather*. What a rank reads from the others, in sizes of the tensor:
 
 if __name__ == "__main__":
     for ranks in (2, 4, 8):
@@ -440,9 +441,9 @@ def two_shots(N, tries=TRIES):
     assert N % RANKS == 0
     assert N <= LARGEST
     out = torch.empty(N, device=DEVICE)
-    where = x.buffers, x.pads, late, RANK
+    args = x.buffers, x.pads, late, RANK
     grid = (min(triton.cdiv(N // RANKS, BLOCK), PROGRAMS),)
-    two_shot_kernel[grid](out, *where, size=N // RANKS, tries=tries, **OPTIONS)
+    two_shot_kernel[grid](out, *args, size=N // RANKS, tries=tries, **OPTIONS)
     return out
 
 
@@ -452,8 +453,7 @@ for N in (RANKS, 999 * RANKS, MANY * RANKS):
 
 # %%
 # Two shots pay where reading what they save takes longer than a barrier: for
-# large tensors, and the earlier the more ranks there are. The last line of the
-# GPU run says at which sizes.
+# large tensors; with more ranks, from a smaller size on (see the last line).
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
 
@@ -488,7 +488,9 @@ from triton_gallery_ops.all_reduce import (
 )
 
 # %%
-# When it chooses two shots, and a check where RANKS does not divide the size:
+# This prints from which size on it chooses two shots, and checks a size that
+# ``RANKS`` does not divide. For two ranks, two shots read as much as one, but
+# the op's one shot also copies the whole tensor within the GPU.
 
 for ranks in (2, 4, 8):
     two = [2**k for k in range(30) if _all_reduce_two_shots(2**k, ranks)]
@@ -498,8 +500,9 @@ for shots in (1, 2):
     check_sum(all_reduce(tensor_of(RANK, 4001), memory, shots))
 
 # %%
-# The op works in a CUDA graph. ``"thread_local"`` lets other threads, such as
-# NCCL's, call CUDA during the capture.
+# The op works in a CUDA graph. Its kernels read their count on the GPU: if the
+# target were an argument, a second replay would find it reached already.
+# ``"thread_local"`` lets other threads, such as NCCL's, call CUDA meanwhile.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     given = torch.zeros(1000, device=DEVICE)
@@ -551,8 +554,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 
 # %%
 # Next, *Triton* is ``all_reduce_rms_norm`` on tokens of 8192 numbers, beside
-# NCCL, an addition and PyTorch's ``rms_norm``. The rate counts the bytes of the
-# sum.
+# NCCL, an addition and PyTorch's ``rms_norm``. The rate counts the sum's bytes.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     weight = torch.ones(8192, dtype=torch.bfloat16, device=DEVICE)
@@ -586,9 +588,12 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # What if a rank does not come? Here only rank 0 calls ``two_shots``. It gives
 # up at the first barrier, and the whole sum is NaN. With ``=`` instead of
-# ``+=`` at the second ``meet`` it would not be: rank 0 adds 1 at each barrier,
-# so with two ranks it finds the second target reached. Slice 1 would be the
-# numbers of rank 1 alone.
+# ``+=`` at the second ``meet``, slice 1 would be the numbers of rank 1 alone:
+# rank 0 adds 1 at each barrier, so with two ranks it reaches the second target.
+#
+# A rank that comes later may find its target reached and notice nothing. From
+# here on the counts of ``x`` are off, and the job has failed: raise an error,
+# and ``torchrun`` ends all ranks. After a restart all counts are 0.
 
 if __name__ == "__main__":
     if RANK == 0:
@@ -606,8 +611,8 @@ if __name__ == "__main__":
 #
 # **1.** The first half of two shots alone: rank *r* gets slice *r* of the sum.
 # The arguments are ``out_ptr, buffers_ptr, rank, size, RANKS: tl.constexpr,
-# BLOCK: tl.constexpr``. All ranks meet before and after, so the kernel has no
-# ``meet``.
+# BLOCK: tl.constexpr``. ``meet_ranks`` waits for all ranks before and after, so
+# the kernel has no ``meet``.
 
 scatter_kernel = None  # your kernel
 
