@@ -26,8 +26,8 @@ All-gather and matmul: hide communication behind a matrix product
 A model that is split over GPUs (tensor parallel) often gathers rows from all of
 them and then multiplies. The product need not wait for all rows: it begins with
 the rows that are here, while others are copied. With few rows there is too
-little work to hide the copies: the GPU run ends with a table of what to take
-for how many tokens (rows of all GPUs).
+little work to hide the copies: the last table of the GPU run names the fastest
+way for each number of tokens (rows of all GPUs together).
 
 After this page you can
 
@@ -214,9 +214,10 @@ everyone = gather(x)
 
 if __name__ == "__main__":
     say(f"{RANKS} ranks: x {tuple(x.shape)}, weight {tuple(weight.shape)}")
+    LINK, PEAK = 450e3, 989e6  # bytes and operations per microsecond
     for ranks in (2, 4, 8):  # at the sizes of GPUs
-        copies = 2 * 8192 * 8192 * (ranks - 1) / ranks / 450e3
-        least = 2 * 8192 * 8192 * 28672 / ranks / 989e6
+        copies = 2 * 8192 * 8192 * (ranks - 1) / ranks / LINK
+        least = 2 * 8192 * 8192 * 28672 / ranks / PEAK
         us = f"copies to a rank {copies:.0f} us, product {least:.0f} us"
         say(f"at GPU sizes, {ranks} GPUs: {us}")
 
@@ -241,17 +242,18 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # Each rank has one buffer for the rows of all ranks, in symmetric memory. It
 # puts its own rows there, and all ranks meet at a barrier. Then a *side stream*
-# copies the other ranks' rows in chunks. *Copy engines*, units that only copy,
-# make contiguous copies between GPUs and leave the multiprocessors to the
-# kernel. Each rank begins with the next rank's rows, so that at first each GPU
-# is read by one other: two would share its link.
+# copies the other ranks' rows in chunks: ``begin_aside`` queues that there, and
+# returns a function that has this stream wait for it. *Copy engines*, units
+# that only copy, make contiguous copies between GPUs and leave the
+# multiprocessors to the kernel. Each rank begins with the next rank's rows:
+# while ranks keep pace, no two read one GPU at once: they would share its link.
 #
 # After each chunk, the side stream sets the chunk's flag by one more copy: of a
 # 1 in the memory of the GPU that the chunk came from (``ONES``). A stream
 # begins a copy when the one before it has ended, so the chunk is there when its
 # flag is 1. The 1 must not come from this GPU: a fill or a copy within a GPU
-# may run as a kernel. It would wait for a multiprocessor while the programs on
-# all of them wait for its flag. The flags of own chunks begin as 1.
+# may run as a kernel. Such a kernel would need a free multiprocessor, but the
+# programs that wait for its flag hold all of them: a deadlock.
 
 BUFFERS = symmetric(DTYPE, RANKS * ROWS, K)  # a list: each rank's buffer
 ONES = symmetric(torch.int32, 1)
@@ -263,7 +265,7 @@ meet_ranks()  # the CPU waits, for all ranks
 def barrier(channel):
     """Have this stream wait for other ranks' streams; the CPU goes on.
 
-    A channel is a set of flags; each of a call's two barriers has its own.
+    With a channel each, two barriers cannot take each other's signals.
     """
     dist.barrier() if SMALL else HANDLE.barrier(channel, 100_000)  # ms
 
@@ -297,7 +299,6 @@ def pull(flags, chunk, late=False, stamp=None):
 def begin_gather(x, chunk, **options):
     """Begin to fill this rank's buffer; return flags, and what waits for it."""
     flags = offer(x, chunk)
-    # On the side stream, after what this stream has queued so far
     return flags, begin_aside(partial(pull, flags, chunk, **options))
 
 
@@ -316,15 +317,19 @@ meet_ranks()  # all have copied: the next call may write x into the buffer
 # many tiles. *Tensor descriptors* tell the TMA, a unit of Hopper and later GPUs
 # (``HAS_TMA``), the shapes of a matrix and of its tiles. It loads tiles, with
 # zeros past the edge, and stores only what lies within. Two things are new.
-# Tiles of this rank's rows come first, and the others in the order of the
-# copies. Before every tile, a program waits for the flag of the tile's chunk.
+# Tiles of this rank's rows come first, then the others in the order of the
+# copies; within a chunk, down a column, so that consecutive tiles share a tile
+# of the weight. Before every tile, a program waits for the flag of the tile's
+# chunk. After ``tries`` more reads, some seconds, it gives up: the tile is NaN.
 #
 # ``tl.load`` has no ``sem``, so ``wait`` reads the flag by adding 0 atomically.
 # ``sem="acquire"`` orders later loads after the read that saw the 1, and
-# ``scope="sys"`` includes writers outside this GPU. ``tl.debug_barrier`` holds
-# back the program's other threads, so no load of the tile begins earlier. There
-# is no release to write: the side stream copies the 1 after the rows. Within a
-# chunk, tiles go down a column: consecutive tiles share a tile of the weight.
+# ``scope="sys"`` includes writers outside this GPU. There is no release to
+# write: the side stream copies the 1 after the rows.
+#
+# One thread reads the flag; ``tl.debug_barrier`` holds back the others. Only
+# then are TMA loads issued; we do not claim that PTX's memory model orders them
+# (its *async proxy*) after the acquire: the check with late copies tests it.
 
 
 @triton.jit
@@ -403,6 +408,7 @@ def multiply(
     assert weight.shape[1] == x.shape[1]
     tiles = len(x) // TILE[0] * triton.cdiv(len(weight), TILE[1])
     descs = described(x, weight, y)
+    # gather_kernel and its grid; the timeline below passes another kernel
     launch(*descs, flags, first, chunk, tries, tiles, **OPTIONS)
     return y
 
@@ -418,18 +424,17 @@ def gather_matmul(x, weight, chunk=CHUNK, late=False, stamp=None, **options):
 
 
 # %%
-# The loops are not one, as in *Persistent matmul*: there, a tile's loads begin
-# before the previous tile ends; here, they must not begin before its wait.
+# *Persistent matmul* joins the loops over tiles and ``k``: a tile's loads begin
+# before the previous tile ends. Not here: no load may begin before its wait.
 #
 # Is it right?
 # ------------
 #
 # We compare all rows and up to 512 columns with float64. A float32 sum of ``K``
 # products rounds at most ``K`` times, each time by at most :math:`2^{-24}` of
-# the summed magnitudes. Storing it rounds by at most one ``eps`` of its dtype.
-# In the second of three calls, copies are late on purpose: loads that came
-# before a flag would read rows of the first call. In the third, the weight's
-# last tile is not full.
+# the summed magnitudes. Storing it rounds by at most one ``eps``. In the second
+# of three calls, copies are late on purpose: loads that came before a flag
+# would read rows of the first call. In the third, the last tile is not full.
 
 
 def exact(x, weight):
@@ -466,10 +471,9 @@ if HAS_TMA:
 #
 # The GPU run prints the time of this page's kernel, of the same kernel with all
 # flags set and no copies (*all rows here*), and of the *product alone* in
-# cuBLAS. The first minus the second is communication; the second minus the
-# third is our slower product. *Own rows, flags, barriers* is a call without the
-# copies from other GPUs and without the product: what no tile can hide.
-# PyTorch's *fused* function multiplies each rank's rows as they arrive, too.
+# cuBLAS. *Own rows, flags, barriers* is what is left of a call without product
+# and without copies from other GPUs; no tile can hide it. PyTorch's *fused*
+# function multiplies each rank's rows as they arrive, too.
 
 
 def fused(x, weight):
@@ -505,8 +509,8 @@ if __name__ == "__main__" and HAS_TMA and DEVICE.type == "cuda":
 # wait, and after its store. A tiny kernel on the side stream stores when a
 # chunk has come. It needs a multiprocessor that no waiting program occupies, so
 # ``timed_kernel`` is launched with one program less. ``timeline``, a helper at
-# the top, pauses the GPU until the CPU has launched everything, so that copies
-# and kernel begin together.
+# the top, passes it with its times as ``launch``, and pauses the GPU until the
+# CPU has launched everything, so that copies and kernel begin together.
 
 
 @triton.jit
@@ -538,11 +542,10 @@ if __name__ == "__main__" and HAS_TMA and DEVICE.type == "cuda":
         draw(came, began, ended)
 
 # %%
-# The figure that the GPU run draws has a bar for each chunk, from when its
-# first tile began until its last one ended, and a mark where its rows came.
-# Chunks go down in the order of the tiles: this rank's own are at the top. Time
-# 0 is when the first tile began. A mark left of its bar: no tile waited. A mark
-# within: the first tiles waited until then. The stamps may delay the copies.
+# The GPU run draws a bar for each chunk, from when its first tile began until
+# its last one ended, and a mark where its rows came. Chunks go down in the
+# order of the tiles, this rank's own at the top. A mark left of its bar: no
+# tile waited; within: the first tiles did, until then. Stamps may delay copies.
 #
 # How large is a chunk?
 # ---------------------
@@ -572,7 +575,9 @@ if __name__ == "__main__" and HAS_TMA and DEVICE.type == "cuda":
 # split along ``K``, so each rank has a partial sum for *all* rows. These parts
 # are added up, and a rank keeps its own rows: that is a *reduce-scatter*. So
 # the kernel stores each tile of the product in the memory of the rank that
-# needs it. ``tl.pointer_type`` makes a pointer of an address;
+# needs it. Each receiver has one slot per sender (``PARTS``: ranks, rows,
+# columns); this rank writes slot ``RANK`` of all of them, so no two write the
+# same place. ``tl.pointer_type`` makes a pointer of an address;
 # ``tl.multiple_of`` promises that 16 divides it, so that a thread may store 16
 # bytes at once. The next rank's rows come first, and a rank's own last. After a
 # barrier, each rank adds up the parts that it has received, in float32.
@@ -663,12 +668,12 @@ if __name__ == "__main__" and HAS_TMA:
 # The op
 # ------
 #
-# The op's kernel differs from this page's in three things: its descriptors have
-# a dimension for the ranks, so that any number of rows is right; it does not
-# wait for own rows; and it has the tile sizes of *Persistent matmul*. The op
-# takes other strides and all dtypes, and keeps symmetric memory for all calls.
-# Each call zeroes its flags, so a CUDA graph can replay it.
-# ``all_gather_matmul_scatter`` is the way back.
+# The op's descriptors of rows and result are 3-D (rank, row, column), so a tile
+# that passes a rank's last row is cut there, and rows need not be a multiple of
+# the tile. Its kernel does not wait for own rows; sizes, order and stores of
+# its tiles are as in *Persistent matmul*. The op takes other strides and all
+# dtypes, keeps symmetric memory for all calls, and zeroes flags in each, so a
+# CUDA graph can replay it. ``all_gather_matmul_scatter`` is the way back.
 
 from triton_gallery_ops.all_gather_matmul import (
     all_gather_matmul,
@@ -718,11 +723,11 @@ if __name__ == "__main__" and HAS_TMA and DEVICE.type == "cuda":
     say(f"On {RANKS} GPUs, take for the way back: {best}")
 
 # %%
-# And the gather: from how many tokens on is there enough to hide behind?
-# *Triton* is the op now; *Roof*, the best to hope for, is the product alone.
-# The rate is of GPU time, and counts operations of one rank. ``take`` names the
-# fastest way for calls in a row, each of which costs the longer of its GPU and
-# CPU time; ``in a graph`` the fastest for replays, where GPU time alone counts.
+# And the gather. Rates are one rank's operations in GPU time. The names mean:
+#
+# * *Triton*: the op now. *Roof*, the best to hope for: the product alone.
+# * ``take``: the fastest for calls in a row, by the longer of GPU and CPU time.
+# * ``in a graph``: the fastest for replays, where GPU time alone counts.
 
 
 def gather_calls(tokens):
