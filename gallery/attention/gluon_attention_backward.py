@@ -369,7 +369,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #        da = warpgroup_mma(ds_left, x, da, is_async=True)
 #        da, db = warpgroup_mma_wait(0, deps=(da, db))  # (5)
 #        mbarrier.arrive(empty.index(stage))  # (5)
-#    a.store((da * scale).to(gl.float16))  # the group's own rows: no wait
+#    a.store((da * scale).to(gl.float16))  # no other group reads these rows
 #    b.store(db.to(gl.float16))
 #    fence_async_shared()  # else TMA may read what was there before
 #    store(da_desc, [row, 0], a)  # by TMA, from the group's first row on
