@@ -18,10 +18,9 @@ The backward of attention on Hopper
 
 ``flash_attention.py`` derives the gradients of attention and computes them in
 one pass with atomic additions, or in two passes without. This page looks at the
-two passes. One kernel does both: the second pass exchanges its arguments and
-sets a flag.
-The op at the end is that kernel in Gluon, Triton's lower-level language, for
-Hopper: NVIDIA's H100 and H200. On other GPUs, take ``flash_attention``.
+two passes. One kernel does both: the second pass exchanges the arguments and
+clears a flag. The op at the end is that kernel in Gluon, Triton's lower-level
+language, for Hopper (NVIDIA's H100, H200). Elsewhere, take ``flash_attention``.
 
 After this page you can
 
@@ -195,7 +194,7 @@ if __name__ == "__main__":
 # ---------
 #
 # There are eight sequences of 1024 tokens, or one of 8192, with 32 heads of 64
-# or 16 of 128. The rate is of GPU time, and counts the pass's four products.
+# or 16 of 128. The rate is the four products' operations divided by GPU time.
 
 
 def rate_of(passes):
@@ -227,8 +226,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # second pass keeps queries and goes along keys. It computes ``s`` and ``dp``
 # again: seven products in all.
 #
-# This pass needs no kernel of its own. Let a program keep ``a`` and ``b``, and
-# go along ``x`` and ``y``; the last three columns are what its products give:
+# This pass needs no kernel of its own. A program keeps ``N`` rows of ``a`` and
+# ``b``, and goes along ``x`` and ``y``, ``M`` a step. Last come its products:
 #
 # .. code-block:: text
 #
@@ -335,9 +334,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ``gluon_attention_backward(do, q, k, v, out, lse)`` is ``pass_kernel`` with
 # the roles, barriers and buffers of ``gluon_attention.py``. Two groups of four
 # warps compute. Below, ``a`` and ``b`` are a group's own 64 of the program's
-# 128 rows, in shared memory. The op adds a causal mask, any length, and heads
-# of queries that share a head of keys. Without these, a group in the pass of
-# keys runs this; the list below explains the numbers.
+# 128 rows, in shared memory. The op takes the inputs and both results of
+# ``flash_attention_with_lse``: ``out``, from which it computes ``delta``, and
+# ``lse``, to base 2. It adds a causal mask, any length, and heads of queries
+# that share a head of keys. Without these, a group in the pass of keys runs
+# this. Layouts are as in ``gluon_attention.py``; the list explains (1) to (5).
 #
 # .. code-block:: python
 #
@@ -345,7 +346,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #    SUMS = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])  # da, db
 #    LEFT = gl.DotOperandLayout(0, SUMS, 2)  # left, where SUMS is the result
 #    COLUMNS = gl.SliceLayout(0, TILE)
-#    zeros = gl.zeros((64, M), gl.float32, TILE)
+#    zeros = gl.zeros((64, M), gl.float32, TILE)  # use_acc=False: not read
 #    da = gl.zeros((64, D), gl.float32, SUMS)
 #    db = gl.zeros((64, D), gl.float32, SUMS)
 #    mbarrier.wait(kept, 0)  # until a and b are loaded
@@ -368,12 +369,18 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #        da = warpgroup_mma(ds_left, x, da, is_async=True)
 #        da, db = warpgroup_mma_wait(0, deps=(da, db))  # (5)
 #        mbarrier.arrive(empty.index(stage))  # (5)
-#    # Write da * scale and db to shared memory, over a and b; TMA stores them.
+#    a.store((da * scale).to(gl.float16))  # no other group reads these rows
+#    b.store(db.to(gl.float16))
+#    fence_async_shared()  # else TMA may read what was there before
+#    store(da_desc, [row, 0], a)  # by TMA, from the group's first row on
+#    store(db_desc, [row, 0], b)
+#    tma.store_wait(0)  # this memory is another program's soon
 #
 # 1. *Shared memory.* In each step, the warp that loads waits for ``empty`` and
 #    copies ``x``, ``y``, and M numbers each of ``lse`` and ``delta`` with TMA.
 #    The barrier ``full`` counts the bytes of all four. A program has 227 KiB.
-#    With heads of 128, ``a`` and ``b`` take 64, four steps of 64 queries 130.
+#    With heads of 128, ``a`` and ``b`` take 64 KiB, and each step of 64 queries
+#    32.5. Four steps make 194; a fifth would leave 0.5 for all else.
 # 2. *Both orders.* ``permute`` copies nothing: Hopper reads a right operand of
 #    16 bits in either order. So one copy of ``x`` serves ``x_t`` and ``x``.
 # 3. *Waits.* ``warpgroup_mma_wait(1)`` leaves one product of this group in
@@ -384,17 +391,15 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # 5. *The last wait* is for all. The products for ``da`` and ``db`` read ``x``
 #    and ``y``, which are overwritten once both groups arrive at ``empty``: no
 #    product may be in flight then. To let ``db`` run into the next step, a
-#    group would have to arrive later, and to keep ``p_left`` until then.
+#    group would have to arrive later, and keep ``p_left`` in registers as long.
 #
 # *Registers* limit a step. A thread has 240 (the loading warp's have fewer).
 # With heads of 128, ``da`` and ``db`` are 2 * 64 * 128 numbers for 128 threads:
 # 128 registers in each. With 64 queries, ``s`` and ``dp`` take 64, and both
-# left operands, of 16 bits, 32. With 128 queries these would double: too many.
-# The pass of queries has no ``db``, so its steps have 128 keys. Its ``lse`` and
-# ``delta`` are for rows, in ``SliceLayout(1, TILE)``: loaded before the loop.
-#
-# The op takes the inputs and both results of ``flash_attention_with_lse``:
-# ``out``, from which it computes ``delta``, and ``lse``.
+# left operands, of 16 bits, 32: at most 224 at once. With 128 queries, 128 +
+# 128 + 64 = 320 would be too many. The pass of queries has neither ``db`` nor
+# ``p_left``: with 128 keys, 64 + 128 + 32 = 224. Its ``lse`` and ``delta`` are
+# for rows, in ``SliceLayout(1, TILE)``: loaded before the loop.
 
 from triton_gallery_ops.gluon_attention_backward import (
     gluon_attention_backward,
@@ -416,11 +421,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ----------
 #
 # Causal, in float16, 16384 tokens in all at each length, with 16 heads of 128
-# or 32 of 64. The rate is of GPU time. It counts the same for each series: five
-# products, halved for the mask. The line below a table is what a call costs the
-# CPU. If calls made one by one take the GPU less time, it waits for the CPU.
+# or 32 of 64. The rate is operations divided by GPU time. For each series it
+# counts five products, halved for the mask. The line below a table is what a
+# call costs the CPU: if the GPU needs less time, it waits for the CPU.
 #
-# * *Triton* is this page's op, which is written in Gluon.
+# * *Triton* is, as on each page, the op: here in Gluon, a part of Triton.
 # * *Triton, without Gluon* is the same two passes in plain Triton: the kernels
 #   that the op ``flash_attention`` has for other GPUs, and for short inputs. On
 #   Hopper, ``flash_attention`` calls this page's op for longer ones.

@@ -38,14 +38,15 @@ r"""
 To write one token, a language model reads all of its weights. With weights of 4
 bits instead of 16, it could write up to four times as fast, if unpacking cost
 no time (*The result* shows what we reach). This page unpacks weights in
-registers, on their way to the tensor cores. With many rows at a time, as when a
-model reads a prompt, arithmetic takes the time: 4-bit weights save only memory.
+registers, on their way to the tensor cores. With many tokens at a time, as when
+a model reads a prompt, arithmetic takes the time: 4-bit weights then save only
+memory.
 
 After this page you can
 
-* pack eight codes into a word, and unpack them in a kernel;
+* pack eight integers of 4 bits into a word, and unpack them in a kernel;
 * turn integers into floats with an AND and an OR, two at a time;
-* order codes in memory so that each thread reads the codes it multiplies.
+* order them in memory so that each thread reads those that it multiplies.
 """
 
 # sphinx_gallery_tags = ["matmul", "memory bound", "split-K", "quantization"]
@@ -164,13 +165,13 @@ def pack_in_order(codes, GROUP=GROUP):
 def unpack_in_order(words, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
     """Return codes (BLOCK_N, GROUP) of words (BLOCK_N, GROUP // 8)."""
     codes = words[:, :, None] >> (4 * tl.arange(0, 8)[None, None, :])
-    return (codes & 15).reshape(BLOCK_N, GROUP)
+    return (codes & 15).reshape(BLOCK_N, GROUP)  # >> had copied the sign
 
 
 # %%
 # A program multiplies 64 rows of ``W`` by 16 of ``x``. ``W`` comes first, as
-# tensor cores can read the first tile from registers. A turn of the loop is one
-# group, where a row of ``W`` has one scale: we scale the product, not weights.
+# tensor cores can read the first tile from registers. A turn of the loop takes
+# one group. There a row has one scale: it multiplies the product, not weights.
 
 
 @triton.jit
@@ -186,11 +187,11 @@ def int4_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
-    UNPACK: tl.constexpr,  # a function, as unpack_in_order
+    UNPACK: tl.constexpr,  # a jit function, such as unpack_in_order
 ):
     # In int32 the offset of a row would overflow past element 2**31.
     pid_n = tl.program_id(axis=0).to(tl.int64)  # rows of W
-    pid_k = tl.program_id(axis=1).to(tl.int64)  # part of K; all for splits=1
+    pid_k = tl.program_id(axis=1).to(tl.int64)  # part of K; 0 until K is split
     pid_m = tl.program_id(axis=2).to(tl.int64)  # rows of x
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]  # (BLOCK_N, 1)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]  # (1, BLOCK_M)
@@ -214,7 +215,7 @@ def int4_kernel(
 
 
 def multiply(x, words, scale, zero, UNPACK=unpack_in_order, splits=1):
-    """Return x @ W.T, in the dtype of x."""
+    """Return x @ W.T, in the dtype of x; UNPACK must fit the words' order."""
     (M, K), (groups, N) = x.shape, scale.shape
     assert x.dtype == scale.dtype == zero.dtype
     assert all(t.is_contiguous() for t in (x, words, scale, zero))
@@ -223,7 +224,7 @@ def multiply(x, words, scale, zero, UNPACK=unpack_in_order, splits=1):
     assert groups % splits == 0
     dtype = x.dtype if splits == 1 else torch.float32
     y = x.new_empty(splits, M, N, dtype=dtype)
-    BLOCK_M, BLOCK_N = 16, 64  # 16: tl.dot's least
+    BLOCK_M, BLOCK_N = 16, 64  # 16 rows of x, even if M is less
     grid = triton.cdiv(N, BLOCK_N), splits, triton.cdiv(M, BLOCK_M)
     given = x, words, scale, zero, y, M, N, K, BLOCK_M, BLOCK_N, GROUP, UNPACK
     int4_kernel[grid](*given, num_stages=4)  # loads run 3 turns ahead
@@ -234,12 +235,12 @@ def multiply(x, words, scale, zero, UNPACK=unpack_in_order, splits=1):
 # Is it right?
 # ------------
 #
-# Each of ``K`` additions in float32 may be off by :math:`2^{-23}` of the sum of
+# Each of ``K`` additions in float32 may cut off :math:`2^{-23}` of the sum of
 # all ``|x w|``. The store in float16 rounds by :math:`2^{-11}` of a result.
 
 
 def check(function, pack):
-    """Print the largest error as a part of the tolerance, which is 1."""
+    """Print the largest error divided by its bound: at most 1 passes."""
     x, packed = torch.randn(20, 512, **kind).half(), make_weights(100, 512)
     y = function(x, pack(packed[0]), *packed[1:]).double()
     x, weight = x.double(), dequantize(*packed)
@@ -258,7 +259,7 @@ if __name__ == "__main__":
 #
 # One row times ``W`` (N x K). A weight has 4.25 bits: 4 of its code, and 32 /
 # 128 of scale and zero point. Rates count these bits even for cuBLAS, which
-# reads 16. *Roof* is an addition that moves 4.25 bits a weight in all.
+# reads 16. *Roof* is ``a + b``: its reads and writes are 4.25 bits a weight.
 
 
 def show_rates(ours):
@@ -304,16 +305,15 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Floats without a conversion
 # ---------------------------
 #
-# All rates count the same bytes, so a higher rate is a shorter time. *Roof* is
-# no limit for cuBLAS, which reads 16 / 4.25 times as many bytes, perhaps at a
-# higher rate: *Roof*, too, has other rates at other sizes. If only bytes took
-# time, our kernel would be 16 / 4.25 times as fast as cuBLAS.
+# All rates count the same bytes, so a higher rate is a shorter time. cuBLAS
+# reads 16 / 4.25 times as many bytes as our kernel. If only bytes took time,
+# ours would be several times as fast. The rates above are far from that.
 #
 # What else does it do? A program's threads, 128 by default, share a tile of 64
 # x 128 codes, so in each group a thread converts 64 from integers to floats.
 # And ``reshape`` leaves codes in threads that do not multiply them, so they
 # move through *shared memory*, which all threads of a program reach. A trick
-# with bits avoids the conversion, another order of codes the moves.
+# with bits avoids the conversion; another order of the codes avoids the moves.
 #
 # A float16 number has a sign, five bits of exponent and ten of *mantissa* (its
 # digits after the first). From 1024 to 2047, neighbouring numbers are 1 apart:
@@ -333,10 +333,11 @@ if __name__ == "__main__":
 # Which codes should share a word? The tensor cores' instruction fixes which
 # thread holds which 16-bit element of the first tile. Four threads, ``t`` from
 # 0 to 3, share a row; of every eight columns, thread ``t`` holds ``2 t`` and
-# ``2 t + 1``. So a word holds these pairs of one thread, from four times eight
-# columns (see the picture below). The codes of a pair are 16 bits apart: one
-# AND keeps both. A thread's four words of a group are side by side, as words
-# ``4 t`` to ``4 t + 3``: 16 bytes, one load.
+# ``2 t + 1``. A word packed in order has codes of all four threads. So instead
+# we pack into a word these pairs of one thread, from four times eight columns
+# (see the picture below). The codes of a pair are 16 bits apart: one AND keeps
+# both. A thread's four words of a group are side by side, as words ``4 t`` to
+# ``4 t + 3``: 16 bytes, one load.
 
 
 def pack_in_pairs(codes, GROUP=GROUP):
@@ -352,24 +353,25 @@ def pack_in_pairs(codes, GROUP=GROUP):
 
 # %%
 # The upper line is the first 32 columns of a row, a colour for each thread. The
-# lower line is the four words that hold them, from their lowest bits on; the
-# fifth code of a word begins at bit 16. Each word has one colour: its codes are
-# of one thread. (Words 1, 5, 9 and 13 hold the next 32 columns.)
+# lower line is the four words that hold them, from their lowest bits on. Word 0
+# has columns 0, 8, 16 and 24 in its low half, and 1, 9, 17 and 25 in its high
+# half. Each word has one colour: all its codes are of one thread. (Words 1, 5,
+# 9 and 13 hold the next 32 columns.)
 
 if __name__ == "__main__":
     draw_words(pack_in_pairs)
 
 # %%
 # A new function for ``UNPACK`` undoes this order. ``tl.join(a, b)`` puts the
-# elements of two tensors side by side, in a new last dimension of 2. The last
-# join varies fastest: joining ``c0`` with ``c2``, ``c1`` with ``c3``, and then
-# both results gives ``c0``, ``c1``, ``c2``, ``c3``. ``permute`` then puts the
-# columns in order.
+# elements of two tensors side by side, in a new last dimension of 2. So joining
+# ``[c0, c2]`` and ``[c1, c3]`` gives ``[[c0, c1], [c2, c3]]``: the codes of a
+# word are in order. ``permute`` then puts the columns of all words in order.
 #
 # No code changes its thread (see the count below). ``num_stages=4`` copies
 # words to shared memory ahead of their use. Triton knows in which thread
 # ``tl.dot`` needs each element, and has that thread read, from this copy, the
-# words whose codes it multiplies. The comments follow word 0 of a row:
+# words whose codes it multiplies: in this order, all eight of a word. The
+# comments follow word 0 of a row:
 
 
 @triton.jit
@@ -412,11 +414,11 @@ if __name__ == "__main__":
 
 # %%
 # *In pairs* converts no code, and stores none to shared memory. It subtracts
-# 1024 and then the zero point from each of the thread's 32 pairs; *in order*
-# subtracts from single codes, which is not counted. Some loads are left: in the
-# loop, of the thread's words, 16 bytes each; after it, of results, which pass
-# through shared memory to be stored in order. (The tensor cores read ``x``
-# there themselves.)
+# 1024 and then the zero point from each of the thread's 32 pairs. *In order*
+# subtracts from one code at a time, so it has no pairs to count. Some loads are
+# left: in the loop, of the words of the thread's two rows, 16 bytes each; after
+# it, of results, which pass through shared memory to be stored in order. (The
+# tensor cores read ``x`` there themselves.)
 
 # %%
 # Few programs: split the sum
@@ -458,9 +460,9 @@ from triton_gallery_ops.int4_matmul import int4_matmul
 # ----------
 #
 # We multiply M rows of ``x``, 1 to 16, by a ``W`` of 8192 x 8192. *Triton* is
-# the op, *Triton, this page* is ``in_pairs`` with ``splits=4``. Rates are of
-# GPU time and count the same bytes for any M: where a line is flat, more rows
-# take no longer.
+# the op, *Triton, this page* is ``in_pairs`` with ``splits=4``, whose time
+# includes the sum of its parts. Rates are bytes, the same for any M, divided by
+# GPU time: where a line is flat, more rows take no longer.
 
 SIZE = 8192
 
@@ -491,10 +493,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # %%
 # The line below the chart is CPU time: how long Python and PyTorch take to
 # start a call. Outside a CUDA graph, a call among many takes the longer of its
-# CPU and GPU times. At this size, 1,000 GB/s is a GPU time of 36 us: where the
-# op's CPU time is longer than that of its rate and than both times of cuBLAS,
-# the op is slower than cuBLAS. In a CUDA graph, the GPU time alone counts
-# (``cuda_graphs.py``).
+# CPU and GPU times; in one, the GPU time alone counts (``cuda_graphs.py``). In
+# the record the op's GPU time is shorter than that of cuBLAS, but its CPU time
+# is longer than both times of cuBLAS: outside a CUDA graph the op is slower.
 
 # %%
 # Exercises
@@ -519,10 +520,10 @@ if __name__ == "__main__":
     print(check_bits(bits, number, torch.bfloat16))
 
 # %%
-# 2. The op adds a code to bits that depend on the zero point, takes the sum for
-#    a float16 and subtracts 1040, which gives ``code - zero``. Return the bits
-#    for a zero point from 0 to 16 (GPTQ has 1 to 16). Why does the op not
-#    subtract 1024?
+# 2. The op adds a code to bits that depend on the zero point, reads the sum's
+#    bits as a float16 and subtracts 1040, which gives ``code - zero``. Return
+#    the bits for a zero point from 0 to 16 (GPTQ has 1 to 16). Why does the op
+#    not subtract 1024?
 
 
 def bits_of(zero):
