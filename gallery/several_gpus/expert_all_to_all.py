@@ -207,19 +207,15 @@ def judge_load(kernel):
 #
 # One process, a *rank*, runs this script for each GPU: see ``peer_memory.py``.
 # Expert e is on rank ``e // LOCAL``. Choice j of token t has the number
-# ``t * k + j``. ``moe_routing_permutation`` sorts choices by expert. For
-# three, of experts 1, 1 and 0, it returns ``order`` 2, 0, 1 (choice 2 comes
-# first), ``inverse`` 1, 2, 0 (the position of each choice) and ``offsets`` 1, 3
-# (where each expert's choices end), all int32.
+# ``t * k + j``. ``moe_routing_permutation``, an op of this gallery, sorts
+# choices by expert. Three choices, of experts 1, 1 and 0, give ``order`` 2, 0,
+# 1 (choice 2 comes first), ``inverse`` 1, 2, 0 (the position of each) and
+# ``offsets`` 1, 3 (where each expert's choices end), all int32.
 #
 # ``all_to_all_single`` moves rows between ranks, one for each choice, even when
 # several choices of a token are on one rank. The CPU passes how many rows go
 # where, so it waits for the counts. Rows arrive sorted by the rank that sent
-# them, then by expert; a last sort is by expert alone. Say experts A and B of
-# this rank get 3 rows and 1 from rank 0, and 2 and 0 from rank 1. Then
-# ``theirs`` is 3, 1, 2, 0, and rows arrive as A A A B A A. ``by_expert`` is 0,
-# 1, 2, 4, 5, 3, and ``ends`` is 5, 6. ``make_inputs``, in the fold at the top,
-# draws x (T, H), int32 experts (T, k), and float32 weights (T, k).
+# them, then by expert; a last, stable sort orders them by expert.
 
 ON_GPU = DEVICE.type == "cuda"
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
@@ -230,7 +226,7 @@ LOCAL = E // RANKS  # experts of a rank
 assert E % RANKS == 0, "each rank has as many experts"
 
 
-def dispatch_torch(x, experts):
+def dispatch_torch(x, experts):  # (T, H), and (T, k) of int32
     """Return rows by expert, where each ends, and what the way back needs."""
     order, inverse, offsets = moe_routing_permutation(experts, E)
     counts = offsets.diff(prepend=offsets.new_zeros(1))  # (E,), sent to each
@@ -255,6 +251,10 @@ if __name__ == "__main__":
         say(f"{T} tokens: a GPU sends {megabytes_sent(T):.3g} MB to others")
 
 # %%
+# Say rank 0 sends 3 rows for expert A of this rank and 1 for B, and rank 1
+# sends 2 for A and none for B. Then ``theirs`` is 3, 1, 2, 0, and rows arrive
+# as A A A B A A. ``by_expert`` is 0, 1, 2, 4, 5, 3, and ``ends`` is 5, 6.
+#
 # The first kernel
 # ----------------
 #
@@ -264,8 +264,8 @@ if __name__ == "__main__":
 # memory: ``check_tokens``, in the fold at the top, asserts it before anything
 # is sent. A program loads part of a token's row once and stores it k times.
 # Triton cannot see that a loaded address is aligned: ``tl.multiple_of``
-# promises that 16 divides it. That 16 divides H, Triton sees from its value at
-# the launch. So a thread may store 16 bytes at once.
+# promises that 16 divides it (true of ``shared``). That 16 divides H, Triton
+# sees from its value at the launch. So a thread may store 16 bytes at once.
 
 
 @triton.jit
@@ -296,10 +296,10 @@ def send(x, experts, places, table, BLOCK=2048):
 # become A A A A A B, and rank 1's are rows 3 and 4. A choice's row is
 # ``start + lower + inverse - start_here``. ``start`` is the expert's first row
 # on its rank, ``lower`` how many rows lower ranks send to it, and
-# ``start_here`` its first position among this rank's sorted choices. All but
-# ``inverse`` is the same for all choices of an expert, their ``base``. Say
-# ``start`` is 40, ``lower`` 2 and ``start_here`` 10: then ``base`` is 32, and
-# positions 10 and 11 are rows 42 and 43. The order is deterministic.
+# ``start_here`` its first position among this rank's sorted choices; the choice
+# is at position ``inverse`` of these. ``start + lower - start_here`` is the
+# expert's ``base``. Say ``start`` is 40, ``lower`` 2 and ``start_here`` 10:
+# then ``base`` is 32, and positions 10 and 11 are rows 42 and 43.
 
 
 def places_torch(experts):
@@ -316,7 +316,7 @@ def places_torch(experts):
     return base.int()[experts.flatten()] + inverse
 
 
-CAPACITY = RANKS * max(TOKENS) * k  # rows: all may choose experts of one rank
+CAPACITY = RANKS * max(TOKENS) * k  # rows: the most, if all go to one rank
 # ``shared``, in the fold at the top, returns zeros in symmetric memory and an
 # int64 table of all ranks' addresses. All ranks call it in the same order.
 rows, rows_table = shared(CAPACITY, H, dtype=DTYPE)
@@ -325,10 +325,10 @@ rows, rows_table = shared(CAPACITY, H, dtype=DTYPE)
 # Is it right?
 # ------------
 #
-# Rows are only moved, in the order of ``dispatch_torch``: nothing may differ.
-# ``meet_ranks`` has the CPU wait until all ranks have stored.
+# Rows are only moved, in the deterministic order of ``dispatch_torch``: nothing
+# may differ. ``meet_ranks`` has the CPU wait until all ranks have stored.
 
-x, experts, weights = make_inputs(max(TOKENS))
+x, experts, weights = make_inputs(max(TOKENS))  # in the fold at the top
 expected, expected_ends, back = dispatch_torch(x, experts)
 send(x, experts, places_torch(experts), rows_table)
 meet_ranks()
@@ -382,16 +382,17 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # The barrier, ``meet`` in the fold at the top, is that of ``peer_memory.py``:
 # set this rank's flag on every pad, then wait for each flag on its own pad and
 # clear it. A rank that sees a flag by ``acquire`` sees all that the other rank
-# wrote before it set that flag by ``release``. Tries are counted (that page
-# prints how long they last): a rank that failed would otherwise keep the other
-# GPUs busy forever. With none left, ``late`` becomes 1, and no later result may
-# be used. ``dispatch`` does not read ``late``, since the CPU would have to
-# wait: read it yourself, say once in 100 steps.
+# wrote before it set that flag by ``release``. One thread sets and sees flags;
+# ``tl.debug_barrier`` has it wait until all warps have stored. Tries are
+# counted (that page prints how long they last): a rank that failed would
+# otherwise keep the other GPUs busy forever. With none left, ``late`` becomes
+# 1, and no later result may be used. ``dispatch`` does not read ``late``, since
+# the CPU would have to wait: read it yourself, say once in 100 steps.
 #
-# ``plan_kernel`` computes the ``base`` of ``places_torch``, for one rank's
-# experts at a time, as this rank may send to all. Its names are the same:
-# ``base`` begins at -``start_here``, the loop over sources adds the lower
-# ranks' counts, and at last ``start`` is added.
+# This rank may send to any expert, so ``plan_kernel`` computes a ``base`` for
+# all E. It takes one rank's experts at a time, since ``start``, by a cumsum,
+# begins at 0 on each rank. ``base`` begins at -``start_here``, the loop over
+# sources adds the lower ranks' counts, and at last ``start`` is added.
 
 
 @triton.jit
@@ -421,7 +422,7 @@ def plan_kernel(
     for peer in range(RANKS):
         pad_ptr = tl.load(pads_ptr + peer).to(tl.pointer_type(tl.int32))
         tl.store(pad_ptr + RANKS + rank * E + offs, own, mask=offs < E)
-    meet(pads_ptr, late_ptr, rank, tries, RANKS)
+    meet(pads_ptr, late_ptr, rank, tries, RANKS)  # after all warps' stores
     pad_ptr = tl.load(pads_ptr + rank).to(tl.pointer_type(tl.int32))
     local = tl.arange(0, BLOCK)  # one rank's experts
     mask = local < LOCAL
@@ -450,6 +451,7 @@ TRIES = 2**24 if ON_GPU else 2**20
 
 def gpu_barrier():
     """Have the GPU wait for the other ranks' GPUs; the CPU goes on."""
+    # One warp is enough: a single thread sets and sees the flags
     barrier_kernel[(1,)](pads, late, RANK, TRIES, RANKS, num_warps=1)
 
 
@@ -497,8 +499,8 @@ if __name__ == "__main__":
 #
 # In the check, experts add their rank's number to a row. Storing a sum rounds
 # it by half an ``eps`` at most. Each of the k products and k additions rounds
-# by half a float32 ``eps``. We allow a whole one, of the largest sum, as
-# partial sums may be larger: 2 k ``eps`` in all.
+# by half a float32 ``eps``. A partial sum may exceed its final sum, so we allow
+# a whole float32 ``eps`` of the largest sum for each of these 2 k steps.
 
 
 @triton.jit
@@ -542,7 +544,7 @@ returned, returned_table = shared(CAPACITY, H, dtype=DTYPE)
 
 
 def combine(experts, weights, places, BLOCK=2048):
-    """Return the weighted sum of each token's results, once all are there."""
+    """Return weighted sums of rows of ``returned``, once all are there."""
     T, k = experts.shape
     assert experts.dtype == places.dtype == torch.int32
     assert (weights.shape, places.shape) == ((T, k), (T * k,))
@@ -560,7 +562,7 @@ if __name__ == "__main__":
     returned[: len(expected)] = expected + RANK  # stands for the experts
     # Of 64 tokens: in float64, the rows of all may take gigabytes
     x_64, experts_64, weights_64 = x[:64], experts[:64], weights[:64]
-    out = combine(experts_64, weights_64, places)
+    out = combine(experts_64, weights_64, places[: experts_64.numel()])
     wide = x_64.double()[:, None] + (experts_64 // LOCAL)[:, :, None]
     exact = (wide.to(DTYPE) * weights_64.double()[:, :, None]).sum(1)
     rtol, largest = torch.finfo(DTYPE).eps / 2, exact.abs().max().item()
@@ -575,10 +577,10 @@ if __name__ == "__main__":
 # ------
 #
 # ``expert_all_to_all_dispatch`` and ``expert_all_to_all_combine`` are this
-# gallery's op. To the kernels of this page they add float8 rows with their
-# scales, choices of no expert (-1), ranks without tokens, and a ``capacity``:
-# memory for fewer rows than could come. Rows that do not fit are not sent, and
-# the results of their tokens are NaN.
+# gallery's op. They also take float8 rows with their scales, choices of no
+# expert (-1), ranks without tokens, and a ``capacity``: memory for fewer rows
+# than could come. Rows that do not fit are not sent, and the results of their
+# tokens are NaN. ``places`` contain the rank too, so combine needs no experts.
 
 from triton_gallery_ops.expert_all_to_all import (
     expert_all_to_all_check,
@@ -612,10 +614,11 @@ from triton_gallery_ops.moe_layer import moe_layer
 from triton_gallery_ops.quantize import dequantize, quantize
 
 # %%
-# ``ends`` stays on the GPU, and goes into ``grouped_matmul`` as its offsets; of
-# the rows after the last end it makes zeros. Each rank has its own tokens, of
-# any number, and weights of its own experts; ``layer_weights``, in the fold at
-# the top, draws those of all. The results have to agree with ``moe_layer``, the
+# ``moe_routing_with_permutation`` also picks the k experts and their weights.
+# ``ends`` stays on the GPU, and goes into ``grouped_matmul`` as its offsets;
+# rows after the last end become zeros. Each rank has its own tokens, of any
+# number, and weights of its own experts; ``layer_weights``, in the fold at the
+# top, draws those of all. The results have to agree with ``moe_layer``, the
 # same layer on one GPU. It rounds at other places, so an element may differ by
 # 8 ``eps`` of its token's largest, a margin that we chose.
 
@@ -651,14 +654,14 @@ if __name__ == "__main__":
     say(f"error / allowed: {worst:.2f} at most, on rank 0")
 
 # %%
-# Since no CPU waits, a CUDA graph can hold the layer. It is captured with one
-# choice of experts and replayed with others, whose counts differ.
+# A CUDA graph can hold the layer: no CPU waits, addresses stay the same, and a
+# barrier clears its flags. Replays have other experts than the capture had.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     x, *_ = make_inputs(8)
     call = partial(parallel_layer, x, router, *ours)
     call(memory)  # compiles
-    meet_ranks()
+    meet_ranks()  # all have compiled: no replay waits long for another rank
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = call(memory)
