@@ -205,17 +205,17 @@ def judge_load(kernel):
 # In PyTorch
 # ----------
 #
-# One process, a *rank*, runs this script for each GPU: see ``peer_memory.py``.
-# Expert e is on rank ``e // LOCAL``. Choice j of token t has the number
-# ``t * k + j``. ``moe_routing_permutation``, an op of this gallery, sorts
-# choices by expert. Three choices, of experts 1, 1 and 0, give ``order`` 2, 0,
-# 1 (choice 2 comes first), ``inverse`` 1, 2, 0 (the position of each) and
-# ``offsets`` 1, 3 (where each expert's choices end), all int32.
+# RANKS processes run this script, one for each GPU; this one is ``RANK``. Each
+# has LOCAL experts: expert e is on rank ``e // LOCAL``. A token has k choices;
+# choice j of token t has the number ``t * k + j``. The gallery's op
+# ``moe_routing_permutation`` sorts choices by expert. For choices 0 to 2 of
+# experts 1, 1 and 0, ``order`` is 2, 0, 1 (the choices in order), ``inverse``
+# 1, 2, 0 (the position of each) and ``offsets`` 1, 3 (where experts end).
 #
-# ``all_to_all_single`` moves rows between ranks, one for each choice, even when
-# several choices of a token are on one rank. The CPU passes how many rows go
-# where, so it waits for the counts. Rows arrive sorted by the rank that sent
-# them, then by expert; a last, stable sort orders them by expert.
+# ``all_to_all_single`` moves rows between ranks, one for each choice. (So do
+# our kernels, even if a token has two choices on one rank.) The CPU passes how
+# many rows go where, so it waits for the counts. Rows arrive sorted by sender,
+# then by expert; a last, stable sort orders them by expert.
 
 ON_GPU = DEVICE.type == "cuda"
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
@@ -265,7 +265,7 @@ if __name__ == "__main__":
 # is sent. A program loads part of a token's row once and stores it k times.
 # Triton cannot see that a loaded address is aligned: ``tl.multiple_of``
 # promises that 16 divides it (true of ``shared``). That 16 divides H, Triton
-# sees from its value at the launch. So a thread may store 16 bytes at once.
+# sees at the launch. With both, a thread may store 16 bytes at once.
 
 
 @triton.jit
@@ -295,9 +295,9 @@ def send(x, experts, places, table, BLOCK=2048):
 # Which row? A rank's rows are sorted by expert, then by sender: above, they
 # become A A A A A B, and rank 1's are rows 3 and 4. A choice's row is
 # ``start + lower + inverse - start_here``. ``start`` is the expert's first row
-# on its rank, ``lower`` how many rows lower ranks send to it, and
-# ``start_here`` its first position among this rank's sorted choices; the choice
-# is at position ``inverse`` of these. ``start + lower - start_here`` is the
+# on its rank, ``lower`` how many rows lower ranks send to it, ``start_here``
+# where its choices begin among this rank's sorted choices, and ``inverse`` the
+# choice's position among these. ``start + lower - start_here`` is the
 # expert's ``base``. Say ``start`` is 40, ``lower`` 2 and ``start_here`` 10:
 # then ``base`` is 32, and positions 10 and 11 are rows 42 and 43.
 
@@ -375,24 +375,28 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ``dispatch_torch`` has the CPU wait for the counts (``tolist``), and after
 # ``send`` the CPU waited for all ranks (``meet_ranks``). Now kernels wait for
 # counts and rows, and the CPU waits for nothing. Each rank has a *pad* in
-# symmetric memory: a flag for each rank, then E counts from each rank. One
-# program writes this rank's counts to all pads, waits at a barrier, and
-# computes a ``base`` for each of the E experts from its own pad.
+# symmetric memory: a flag for each rank, then E counts from each rank, that of
+# rank s for expert e in element ``RANKS + s * E + e``. One program writes this
+# rank's counts to all pads, waits at a barrier, and computes a ``base`` for
+# each of the E experts from its own pad.
 #
 # The barrier, ``meet`` in the fold at the top, is that of ``peer_memory.py``:
 # set this rank's flag on every pad, then wait for each flag on its own pad and
 # clear it. A rank that sees a flag by ``acquire`` sees all that the other rank
-# wrote before it set that flag by ``release``. One thread sets and sees flags;
-# ``tl.debug_barrier`` has it wait until all warps have stored. Tries are
-# counted (that page prints how long they last): a rank that failed would
-# otherwise keep the other GPUs busy forever. With none left, ``late`` becomes
-# 1, and no later result may be used. ``dispatch`` does not read ``late``, since
-# the CPU would have to wait: read it yourself, say once in 100 steps.
+# wrote before it set that flag by ``release``. One thread sets and sees flags:
+# a ``tl.debug_barrier`` before has it wait for all warps' stores, and one after
+# has all warps wait for it.
+#
+# A rank that failed must not keep the other GPUs busy forever, so ``meet``
+# counts its tries. When none is left, ``late`` becomes 1: use no result after
+# that. ``dispatch`` does not read ``late``, since the CPU would have to wait:
+# read it yourself, say once in 100 steps.
 #
 # This rank may send to any expert, so ``plan_kernel`` computes a ``base`` for
-# all E. It takes one rank's experts at a time, since ``start``, by a cumsum,
-# begins at 0 on each rank. ``base`` begins at -``start_here``, the loop over
-# sources adds the lower ranks' counts, and at last ``start`` is added.
+# all E. Rows are numbered from 0 on each rank, so the cumsum for ``start`` runs
+# over one rank's experts at a time: the loop over ``peer``. ``base`` begins at
+# -``start_here``, the loop over sources adds the lower ranks' counts, and at
+# last ``start`` is added.
 
 
 @triton.jit
@@ -619,8 +623,8 @@ from triton_gallery_ops.quantize import dequantize, quantize
 # rows after the last end become zeros. Each rank has its own tokens, of any
 # number, and weights of its own experts; ``layer_weights``, in the fold at the
 # top, draws those of all. The results have to agree with ``moe_layer``, the
-# same layer on one GPU. It rounds at other places, so an element may differ by
-# 8 ``eps`` of its token's largest, a margin that we chose.
+# same layer on one GPU. The two round at different places, so an element may
+# differ by 8 ``eps`` of its token's largest, a margin that we chose.
 
 
 def parallel_layer(x, router, gate_up, down, memory):
