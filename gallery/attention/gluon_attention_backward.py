@@ -227,7 +227,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # again: seven products in all.
 #
 # This pass needs no kernel of its own. A program keeps ``N`` rows of ``a`` and
-# ``b``, and goes along ``x`` and ``y``, ``M`` a step. Last come its products:
+# ``b``, and goes along ``x`` and ``y``, ``M`` a step. The last columns are its
+# products:
 #
 # .. code-block:: text
 #
@@ -390,8 +391,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #    the elements of its left operand already.
 # 5. *The last wait* is for all. The products for ``da`` and ``db`` read ``x``
 #    and ``y``, which are overwritten once both groups arrive at ``empty``: no
-#    product may be in flight then. To let ``db`` run into the next step, a
-#    group would have to arrive later, and keep ``p_left`` in registers as long.
+#    product may be in flight then. To let ``da`` run into the next step, a
+#    group would have to arrive later, and keep ``ds_left`` as long.
 #
 # *Registers* limit a step. A thread has 240 (the loading warp's have fewer).
 # With heads of 128, ``da`` and ``db`` are 2 * 64 * 128 numbers for 128 threads:

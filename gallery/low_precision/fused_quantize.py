@@ -217,11 +217,11 @@ def norm_and_quantize(x, weight, eps=EPS, dtype=E4M3, MAX=448.0):
 # Is it right?
 # ------------
 #
-# Values first stay float32 and may be off by 0.01. The interpreter's cast to
-# float8 is wrong where rounding carries into the next bit, so inputs here need
-# no rounding: ``x * r`` is 1 or -1, weights are float8 numbers up to 448, and
-# the scale is 1. Last, float32 weights are larger by under half a bfloat16
-# step: a kernel that forgets to round ``y`` fails here, in its scales.
+# The first check has random numbers, and leaves values in float32. The next
+# two, of PyTorch and of the kernel, cast to float8, which the interpreter may
+# round wrongly. So there nothing needs rounding: ``x * r`` is 1 or -1, weights
+# are float8 numbers up to 448, and the scale is 1. In the last, weights are
+# larger by under half a bfloat16 step: an unrounded ``y`` has wrong scales.
 
 
 def compare(values, scales, exact, allowed=0.01, largest=448):
@@ -282,14 +282,16 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # scale for each group. One jit function may call another, which is inlined.
 # This one reshapes the row to (groups, 128): each row of that block is a group.
 # A shape must be known at compile time, so ``GROUPS`` is a ``tl.constexpr``.
-# ``GROUP`` is a power of two, at most ``BLOCK_N``; if both are equal, a row is
-# one group, and ``prepare`` takes ``N`` for it. For int8, pass ``MAX=127.0``;
-# values are rounded before the cast, which cuts the fraction off.
+# ``GROUP`` is a power of two, at most ``BLOCK_N``. For one scale a row, give
+# ``prepare`` the group ``N`` and ``store_groups`` the group ``BLOCK_N``. For
+# int8, pass ``MAX=127.0``; the cast alone would drop the fraction, so
+# ``store_groups`` rounds to an integer before it.
 #
-# *Your own kernel:* compute ``y``, with 0 in masked elements, round it, and
-# call ``store_groups``, as the next two kernels do. In a LayerNorm, load the
-# bias with ``other=0.0``, and set ``x - mean`` to 0 in masked elements before
-# its squares are added up: ``tl.where(mask, x - mean, 0.0)``.
+# *Your own kernel:* compute ``y``, with 0 in masked elements, round it to the
+# dtype of ``x``, and call ``store_groups``, as the next two kernels do. In a
+# LayerNorm, load the bias with ``other=0.0``, and set ``x - mean`` to 0 in
+# masked elements before its squares are added up:
+# ``tl.where(mask, x - mean, 0.0)``.
 
 
 @triton.jit

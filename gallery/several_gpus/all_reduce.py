@@ -104,11 +104,11 @@ if __name__ == "__main__":
 #
 # Every pad has a *count* for each program. In ``meet``, a program adds 1 to its
 # count on all ranks, and waits until the count on its own pad reaches a target,
-# the first multiple of ``RANKS`` above the count it read. No rank can add for
-# the next barrier before all have added for this one, so all compute the same
-# target. Say two ranks have passed two barriers. Rank 1 reads 4, adds 1, and
-# waits for 6. Rank 0 reads 5 and adds 1; both see 6 and pass. After ``tries``
-# looks a program gives up: it sets ``late``, and the sum is NaN (*Break it*).
+# the first multiple of ``RANKS`` above the count it read. It reads before it
+# adds, so of this barrier it can have read other ranks' adds alone: too few for
+# another target. Say two ranks have passed two barriers. Rank 1 reads 4, adds
+# 1, waits for 6. Rank 0 reads 5 and adds 1; both see 6 and pass. After
+# ``tries`` looks a program gives up: it sets ``late``, and the sum is NaN.
 
 
 @triton.jit
@@ -299,11 +299,12 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # ``count // RANKS`` is the number of launches before this one: 0 in launch 1.
 # If it is even, the launch uses buffer A. Program *p* reads only what program
-# *p* of each rank wrote, so it meets those alone, and has its own count. Every
-# launch has ``PROGRAMS`` programs, even if some have nothing to do. If launch 2
-# lacked the last one, its count would be a launch behind: in launch 3 it would
-# write B, where others, which got its blocks, may still read on a slower rank.
-# (``one_shot`` may launch fewer: after its second barrier, none still reads.)
+# *p* of each rank wrote, so it meets those alone, and has its own count. A
+# block must belong to the same program in every launch, so every launch has
+# ``PROGRAMS`` programs, even if some have nothing to do. With 16 in launch 2,
+# program 0 would read block 16 from B, too, where program 16, whose count is a
+# launch behind, writes in launch 3. (``one_shot`` may launch fewer: after its
+# second barrier, none still reads.)
 
 
 @triton.jit
@@ -589,7 +590,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # What if a rank does not come? Here only rank 0 calls ``two_shots``. It gives
 # up at the first barrier, and the whole sum is NaN. With ``=`` instead of
 # ``+=`` at the second ``meet``, slice 1 would be the numbers of rank 1 alone:
-# rank 0 adds 1 at each barrier, so with two ranks it reaches the second target.
+# there rank 0 reads 1, so with two ranks its own add reaches the target, 2.
 #
 # A rank that comes later may find its target reached and notice nothing. From
 # here on the counts of ``x`` are off, and the job has failed: raise an error,

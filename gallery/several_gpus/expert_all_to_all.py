@@ -212,10 +212,10 @@ def judge_load(kernel):
 # experts 1, 1 and 0, ``order`` is 2, 0, 1 (the choices in order), ``inverse``
 # 1, 2, 0 (the position of each) and ``offsets`` 1, 3 (where experts end).
 #
-# ``all_to_all_single`` moves rows between ranks, one for each choice. (So do
-# our kernels, even if a token has two choices on one rank.) The CPU passes how
-# many rows go where, so it waits for the counts. Rows arrive sorted by sender,
-# then by expert; a last, stable sort orders them by expert.
+# ``all_to_all_single`` moves rows between ranks, one for each choice. (Our
+# kernels also send a token with two choices on one rank twice.) The CPU passes
+# how many rows go where, so it waits for the counts. Rows arrive sorted by
+# sender, then by expert; a last, stable sort orders them by expert.
 
 ON_GPU = DEVICE.type == "cuda"
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
@@ -293,13 +293,13 @@ def send(x, experts, places, table, BLOCK=2048):
 
 # %%
 # Which row? A rank's rows are sorted by expert, then by sender: above, they
-# become A A A A A B, and rank 1's are rows 3 and 4. A choice's row is
-# ``start + lower + inverse - start_here``. ``start`` is the expert's first row
-# on its rank, ``lower`` how many rows lower ranks send to it, ``start_here``
-# where its choices begin among this rank's sorted choices, and ``inverse`` the
-# choice's position among these. ``start + lower - start_here`` is the
-# expert's ``base``. Say ``start`` is 40, ``lower`` 2 and ``start_here`` 10:
-# then ``base`` is 32, and positions 10 and 11 are rows 42 and 43.
+# become A A A A A B, and rank 1's are rows 3 and 4. On the receiving rank, the
+# expert's rows begin at row ``start``. First come ``lower`` rows, from ranks
+# below this one, then this rank's. On this rank, the expert's choices begin at
+# position ``start_here`` of the sorted ones. A choice at position ``inverse``
+# is number ``inverse - start_here`` of them, so its row is ``base + inverse``,
+# where ``base`` is ``start + lower - start_here``. For rank 1 and A above,
+# ``start`` is 0 and ``lower`` 3: its first choice of A has row 3.
 
 
 def places_torch(experts):
@@ -381,11 +381,12 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # each of the E experts from its own pad.
 #
 # The barrier, ``meet`` in the fold at the top, is that of ``peer_memory.py``:
-# set this rank's flag on every pad, then wait for each flag on its own pad and
-# clear it. A rank that sees a flag by ``acquire`` sees all that the other rank
-# wrote before it set that flag by ``release``. One thread sets and sees flags:
-# a ``tl.debug_barrier`` before has it wait for all warps' stores, and one after
-# has all warps wait for it.
+# set this rank's flag on every pad from 0 to 1, then wait for each flag on its
+# own pad and clear it. A flag that is still 1 is not set again before it is
+# cleared, so two barriers in a row do not mix. A rank that sees a flag by
+# ``acquire`` sees all that the other rank wrote before it set that flag by
+# ``release``. One thread sets and sees flags: a ``tl.debug_barrier`` before has
+# it wait for all warps' stores, and one after has all warps wait for it.
 #
 # A rank that failed must not keep the other GPUs busy forever, so ``meet``
 # counts its tries. When none is left, ``late`` becomes 1: use no result after
@@ -497,9 +498,9 @@ if __name__ == "__main__":
 # The way back needs no plan. A token's rank knows where its k rows went, and
 # fetches the results from there, once all ranks have met. It adds them up in
 # float32, in the order of the choices. Experts write results into ``returned``,
-# symmetric memory like ``rows``. No rank overwrites it before all have fetched:
-# its experts run after the next dispatch's barriers, which every rank reaches
-# after its fetch.
+# symmetric memory like ``rows``. No rank overwrites it too early: its experts
+# write again after the next dispatch's barriers, which a rank reaches after its
+# own fetch. So call dispatch and combine in turn.
 #
 # In the check, experts add their rank's number to a row. Storing a sum rounds
 # it by half an ``eps`` at most. Each of the k products and k additions rounds
@@ -703,7 +704,7 @@ if __name__ == "__main__":
 # experts and ends with rows sorted by expert. *Roof* is the rate of one large
 # copy to the next rank, the same line for all sizes. ``gpu_time`` has the GPU
 # sleep before each call, to hide the launch. *PyTorch* waits for the counts, so
-# the CPU time of its dispatch includes this sleep. The run prints the op's
+# its CPU time includes this sleep: compare GPU times. The run prints the op's
 # times and rates, and *PyTorch / op* divides GPU times.
 
 
