@@ -114,7 +114,8 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-# Classes that make the mask of their layers from the positions of tokens
+# Classes that make the mask of their layers from the positions of tokens. Not
+# Gemma 2: its soft cap needs a packing in place of a mask.
 MODELS = (
     "GPT2Model",
     "GemmaModel",

@@ -235,8 +235,7 @@ def compiled_early(model: Any) -> Any:
 def train(case: Case, model: Any) -> Callable[[], Measured]:
     """Get ready to train, and return what measures it."""
     model.train()
-    inputs = {"input_ids": torch.randint(model.config.vocab_size, (case.batch, case.length), device=model.device)}
-    inputs |= {"labels": inputs["input_ids"]}
+    ids = torch.randint(model.config.vocab_size, (case.batch, case.length), device=model.device)
     if case.compiled:
         forward = compiled_early(model)
     else:
@@ -245,7 +244,7 @@ def train(case: Case, model: Any) -> Callable[[], Measured]:
 
     def gradients() -> torch.Tensor:
         model.zero_grad(set_to_none=True)
-        loss: torch.Tensor = forward(**inputs, use_cache=False).loss
+        loss: torch.Tensor = forward(ids, labels=ids, use_cache=False).loss
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 

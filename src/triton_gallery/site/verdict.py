@@ -64,7 +64,7 @@ def distribution(items: Sequence[Summary]) -> Iterator[nodes.Node]:
     many = [item for item in fresh if len(item.table.settled) >= MANY]
     names = list(dict.fromkeys(name for item in many for name in item.table.others))
     if names:
-        yield paragraph(f"On {gpu}, the op's speed over each library: worst, 10th percentile and median of the shapes.")
+        yield paragraph(f"On {gpu}, the op's speed over each library's: worst, 10th percentile and median.")
         rows = [[f"{label(item)}, {len(item.table.settled)} shapes"] for item in many]
         for row, item in zip(rows, many, strict=True):
             row += [_spread(item.beside(name)) for name in names]
