@@ -12,7 +12,6 @@ for inference: there is no gradient.
 
 import math
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 import triton
@@ -31,6 +30,7 @@ from triton_gallery_ops.quantize import (
 from triton_gallery_ops.rms_norm import (
     _rms_norm_check,
     _rms_norm_factor,
+    _rms_norm_gpu,
     _rms_norm_load,
     _rms_norm_rows,
     _rms_norm_scale,
@@ -507,14 +507,6 @@ def _fused_quantize_plan(N, group, *strides):
     }
 
 
-@cache
-def _fused_quantize_processors(device):
-    """Return how many multiprocessors there are, and 1 to be interpreted."""
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def _fused_quantize_rms_norm_run(
     name, x, residual, weight, eps, options, offset, casting_mode, kernel
 ):
@@ -548,7 +540,7 @@ def _fused_quantize_rms_norm_run(
             plan["BLOCK_M"] = max(1, each // plan["BLOCK_N"])
             plan["num_warps"] = max(1, plan["BLOCK_N"] // each)
             held = FUSED_QUANTIZE_WARPS // plan["num_warps"]
-            most = held * _fused_quantize_processors(x.device)
+            most = held * _rms_norm_gpu(x.device)[0]
         pointers = rows, added, weight, h, scale, out, scales
         grid = (torch.sym_min(triton.cdiv(M, plan["BLOCK_M"]), most),)
         # Triton launches on the current GPU, which may not be that of x.
