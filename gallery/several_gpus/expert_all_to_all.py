@@ -111,27 +111,14 @@ def check_tokens(x, experts):
     assert experts.is_contiguous()
 
 
-@triton.jit
-def meet(pads_ptr, late_ptr, rank, tries, RANKS):
-    """Wait for all ranks."""
-    left = tries
-    tl.debug_barrier()  # all threads have written before a flag is set
-    for peer in range(RANKS):
-        ptr = tl.load(pads_ptr + peer).to(tl.pointer_type(tl.int32)) + rank
-        was = tl.atomic_cas(ptr, 0, 1, sem="release", scope="sys")
-        while (was != 0) & (left > 0):
-            was = tl.atomic_cas(ptr, 0, 1, sem="release", scope="sys")
-            left -= 1
-    pad_ptr = tl.load(pads_ptr + rank).to(tl.pointer_type(tl.int32))
-    for peer in range(RANKS):
-        ptr = pad_ptr + peer
-        was = tl.atomic_cas(ptr, 1, 0, sem="acquire", scope="sys")
-        while (was != 1) & (left > 0):
-            was = tl.atomic_cas(ptr, 1, 0, sem="acquire", scope="sys")
-            left -= 1
-    if left == 0:  # gave up, or came with the last try
-        tl.store(late_ptr, 1)
-    tl.debug_barrier()  # and all have waited before they read
+def combine_torch(y, weights, back):
+    """Return the weighted sum of each token's results."""
+    by_expert, inverse, sent, got = back
+    y_by_rank = torch.empty_like(y).index_copy_(0, by_expert, y)
+    mine = y.new_empty(sum(sent), H)
+    dist.all_to_all_single(mine, y_by_rank, sent, got)
+    mine = mine[inverse].view(*weights.shape, H)
+    return (mine * weights[:, :, None]).sum(1).to(y.dtype)
 
 
 def dispatch_op(x, experts, memory):
@@ -212,10 +199,15 @@ def judge_load(kernel):
 # experts 1, 1 and 0, ``order`` is 2, 0, 1 (the choices in order), ``inverse``
 # 1, 2, 0 (the position of each) and ``offsets`` 1, 3 (where experts end).
 #
-# ``all_to_all_single`` moves rows between ranks, one for each choice. (Our
-# kernels also send a token with two choices on one rank twice.) The CPU passes
-# how many rows go where, so it waits for the counts. Rows arrive sorted by
-# sender, then by expert; a last, stable sort orders them by expert.
+# ``all_to_all_single`` moves rows between ranks, one for each choice: a token
+# with two choices on one rank goes there twice, here and in our kernels. The
+# CPU passes how many rows go where, so it waits for the counts. Rows arrive
+# sorted by sender, then by expert; a last, stable sort orders them by expert.
+#
+# Of two ranks, let rank 1, the receiver, have experts A and B. Sender 0 has 3
+# rows for A and 1 for B; sender 1, the receiver itself, has 2 for A. On the
+# receiver, ``theirs`` is then 3, 1, 2, 0, and rows arrive as A A A B A A:
+# ``by_expert`` is 0, 1, 2, 4, 5, 3, and ``ends`` is 5, 6.
 
 ON_GPU = DEVICE.type == "cuda"
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
@@ -237,7 +229,7 @@ def dispatch_torch(x, experts):  # (T, H), and (T, k) of int32
     sent, got = both.sum(2).tolist()  # to each rank, from each; the CPU waits
     rows = x.new_empty(sum(got), H)  # sorted by sender, then by expert
     dist.all_to_all_single(rows, x[order // k], got, sent)
-    expert = torch.arange(LOCAL, device=DEVICE).repeat(RANKS)  # of theirs
+    expert = torch.arange(LOCAL, device=DEVICE).repeat(RANKS)  # of each count
     # output_size: otherwise repeat_interleave waits for the GPU as well
     of_row = expert.repeat_interleave(theirs, output_size=len(rows))
     by_expert = of_row.sort(stable=True).indices
@@ -251,21 +243,16 @@ if __name__ == "__main__":
         say(f"{T} tokens: a GPU sends {megabytes_sent(T):.3g} MB to others")
 
 # %%
-# Say rank 0 sends 3 rows for expert A of this rank and 1 for B, and rank 1
-# sends 2 for A and none for B. Then ``theirs`` is 3, 1, 2, 0, and rows arrive
-# as A A A B A A. ``by_expert`` is 0, 1, 2, 4, 5, 3, and ``ends`` is 5, 6.
-#
 # The first kernel
 # ----------------
 #
 # ``places[c]`` is the number of choice c's row in the memory of its expert's
 # rank. ``table`` has the address of each rank's memory; ``.to(x_ptr.dtype)``
-# makes a pointer of it, as ``x_ptr`` is one. So x needs the dtype of that
-# memory: ``check_tokens``, in the fold at the top, asserts it before anything
-# is sent. A program loads part of a token's row once and stores it k times.
+# makes a pointer of it, as ``x_ptr`` is one, so x needs the dtype of that
+# memory. A program loads part of a token's row once and stores it k times.
 # Triton cannot see that a loaded address is aligned: ``tl.multiple_of``
-# promises that 16 divides it (true of ``shared``). That 16 divides H, Triton
-# sees at the launch. With both, a thread may store 16 bytes at once.
+# promises that 16 divides it (true of ``shared``). Triton itself sees, at the
+# launch, that 16 divides H. With both, a thread may store 16 bytes at once.
 
 
 @triton.jit
@@ -285,21 +272,23 @@ def send_kernel(
 
 def send(x, experts, places, table, BLOCK=2048):
     """Store each token's row where its choices belong."""
-    check_tokens(x, experts)
+    check_tokens(x, experts)  # T <= max(TOKENS), dtypes, shapes, contiguous
     assert (places.dtype, places.numel()) == (torch.int32, experts.numel())
-    grid = len(x), triton.cdiv(H, BLOCK)  # tokens, and parts of a row
+    T, k = experts.shape
+    grid = T, triton.cdiv(H, BLOCK)  # tokens, and parts of a row
     send_kernel[grid](x, experts, places, table, k, LOCAL, H, BLOCK=BLOCK)
 
 
 # %%
-# Which row? A rank's rows are sorted by expert, then by sender: above, they
-# become A A A A A B, and rank 1's are rows 3 and 4. On the receiving rank, the
-# expert's rows begin at row ``start``. First come ``lower`` rows, from ranks
-# below this one, then this rank's. On this rank, the expert's choices begin at
-# position ``start_here`` of the sorted ones. A choice at position ``inverse``
-# is number ``inverse - start_here`` of them, so its row is ``base + inverse``,
-# where ``base`` is ``start + lower - start_here``. For rank 1 and A above,
-# ``start`` is 0 and ``lower`` 3: its first choice of A has row 3.
+# Which row? A receiver's rows are sorted by expert, then by sender: above, they
+# become A A A A A B, and sender 1's are rows 3 and 4. On the receiver, an
+# expert's rows begin at row ``start``: first ``lower`` rows from senders of
+# lower ranks, then the sender's own. In the sender's sorted choices, those of
+# the expert begin at position ``start_here``: ``inverse - start_here`` of them
+# come before the choice at position ``inverse``. So its row is ``base +
+# inverse``, where ``base`` is ``start + lower - start_here``. Above, let sender
+# 1 also have 4 choices of experts before A. Its ``start_here`` of A is then 4,
+# and ``base`` is 0 + 3 - 4 = -1: positions 4 and 5 go to rows 3 and 4.
 
 
 def places_torch(experts):
@@ -317,8 +306,7 @@ def places_torch(experts):
 
 
 CAPACITY = RANKS * max(TOKENS) * k  # rows: the most, if all go to one rank
-# ``shared``, in the fold at the top, returns zeros in symmetric memory and an
-# int64 table of all ranks' addresses. All ranks call it in the same order.
+# Symmetric memory: all ranks call ``shared`` in the same order (top fold)
 rows, rows_table = shared(CAPACITY, H, dtype=DTYPE)
 
 # %%
@@ -332,30 +320,33 @@ x, experts, weights = make_inputs(max(TOKENS))  # in the fold at the top
 expected, expected_ends, back = dispatch_torch(x, experts)
 send(x, experts, places_torch(experts), rows_table)
 meet_ranks()
-came = rows[: len(expected)]
-torch.testing.assert_close(came, expected, rtol=0, atol=0)
+torch.testing.assert_close(rows[: len(expected)], expected, rtol=0, atol=0)
 
 if __name__ == "__main__":
-    say(f"rank 0 got {len(came)} rows, all as by all_to_all_single")
+    say(f"rank 0 got {len(expected)} rows, all as by all_to_all_single")
 
 # %%
 # How fast?
 # ---------
 #
-# Only the sending is timed, on all ranks at once: places and counts are known,
-# and *PyTorch* sends as many rows. The rate counts bytes sent to other GPUs.
+# Only the sending is timed, on all ranks at once: places and counts are known.
+# *PyTorch* sends as many rows. The rate counts the bytes that a GPU sends to
+# others. The label of the chart and the printed lines say on how many GPUs.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     times_send = {}
     for T in TOKENS:
         few = x[:T], experts[:T]
         places, (*_, sent, got) = places_torch(few[1]), dispatch_torch(*few)[2]
-        to, any_rows = rows.new_empty(sum(got), H), x[:T].repeat(k, 1)
         times_send[T] = gpu_time(
             {
                 "Triton": partial(send, *few, places, rows_table),
                 "PyTorch": partial(
-                    dist.all_to_all_single, to, any_rows, got, sent
+                    dist.all_to_all_single,
+                    rows.new_empty(sum(got), H),
+                    x[:T].repeat(k, 1),  # as many rows, in any order
+                    got,
+                    sent,
                 ),
             },
             prepare=dist.barrier,
@@ -365,8 +356,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     say(results_send.to_string())
     for T, of in times_send.items():
         ratio = of["PyTorch"][0] / of["Triton"][0]
-        say(f"{T} tokens: Triton {of['Triton'][0]:.3f} ms,", end=" ")
-        say(f"PyTorch {ratio:.2f} times as long")
+        say(f"{T} tokens, {RANKS} GPUs:", end=" ")
+        say(f"Triton {of['Triton'][0]:.3f} ms, PyTorch / Triton {ratio:.2f}")
 
 # %%
 # Counts that no CPU sees
@@ -380,29 +371,65 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # rank's counts to all pads, waits at a barrier, and computes a ``base`` for
 # each of the E experts from its own pad.
 #
-# The barrier, ``meet`` in the fold at the top, is that of ``peer_memory.py``:
-# set this rank's flag on every pad from 0 to 1, then wait for each flag on its
-# own pad and clear it. A flag that is still 1 is not set again before it is
-# cleared, so two barriers in a row do not mix. A rank that sees a flag by
+# The barrier, ``meet``, is that of ``peer_memory.py``: set this rank's flag on
+# every pad from 0 to 1, then wait for each flag on its own pad and clear it. A
+# rank that finds its flag on a pad still 1 waits until the pad's owner has
+# cleared it, so two barriers in a row do not mix. A rank that sees a flag by
 # ``acquire`` sees all that the other rank wrote before it set that flag by
 # ``release``. One thread sets and sees flags: a ``tl.debug_barrier`` before has
-# it wait for all warps' stores, and one after has all warps wait for it.
+# it wait for all warps' stores, and one after has all warps wait for it. An
+# address of a pad becomes a pointer to int32, by ``tl.pointer_type(tl.int32)``.
 #
 # A rank that failed must not keep the other GPUs busy forever, so ``meet``
 # counts its tries. When none is left, ``late`` becomes 1: use no result after
 # that. ``dispatch`` does not read ``late``, since the CPU would have to wait:
-# read it yourself, say once in 100 steps.
-#
-# This rank may send to any expert, so ``plan_kernel`` computes a ``base`` for
-# all E. Rows are numbered from 0 on each rank, so the cumsum for ``start`` runs
-# over one rank's experts at a time: the loop over ``peer``. ``base`` begins at
-# -``start_here``, the loop over sources adds the lower ranks' counts, and at
-# last ``start`` is added.
+# read it yourself, for example every 100 steps.
+
+
+@triton.jit
+def meet(pads_ptr, late_ptr, rank, tries, RANKS):
+    """Wait for all ranks."""
+    left = tries
+    tl.debug_barrier()  # all threads have written before a flag is set
+    for peer in range(RANKS):
+        ptr = tl.load(pads_ptr + peer).to(tl.pointer_type(tl.int32)) + rank
+        was = tl.atomic_cas(ptr, 0, 1, sem="release", scope="sys")
+        while (was != 0) & (left > 0):
+            was = tl.atomic_cas(ptr, 0, 1, sem="release", scope="sys")
+            left -= 1
+    pad_ptr = tl.load(pads_ptr + rank).to(tl.pointer_type(tl.int32))
+    for peer in range(RANKS):
+        ptr = pad_ptr + peer
+        was = tl.atomic_cas(ptr, 1, 0, sem="acquire", scope="sys")
+        while (was != 1) & (left > 0):
+            was = tl.atomic_cas(ptr, 1, 0, sem="acquire", scope="sys")
+            left -= 1
+    if left == 0:  # gave up, or came with the last try
+        tl.store(late_ptr, 1)
+    tl.debug_barrier()  # and all have waited before they read
 
 
 @triton.jit
 def barrier_kernel(pads_ptr, late_ptr, rank, tries, RANKS):
     meet(pads_ptr, late_ptr, rank, tries, RANKS)
+
+
+_, pads = shared(RANKS * (1 + E), dtype=torch.int32)  # flags begin at 0
+late = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+TRIES = 2**24 if ON_GPU else 2**20
+
+
+def gpu_barrier():
+    """Have the GPU wait for the other ranks' GPUs; the CPU goes on."""
+    # One warp is enough: a single thread sets and sees the flags
+    barrier_kernel[(1,)](pads, late, RANK, TRIES, RANKS, num_warps=1)
+
+
+# %%
+# This rank may send to any expert, so ``plan_kernel`` computes a ``base`` for
+# all E. It begins at -``start_here``, and the loop over sources adds the counts
+# of lower ranks. The last loop adds ``start``: rows are numbered from 0 on each
+# rank, so the cumsum runs over one rank's experts at a time.
 
 
 @triton.jit
@@ -420,44 +447,29 @@ def plan_kernel(
     BLOCK: tl.constexpr,  # at least E
 ):
     offs = tl.arange(0, BLOCK)  # all experts
-    starts_ptr = offsets_ptr - 1  # an expert starts where the previous ends
-    inside = (offs > 0) & (offs < E)  # expert 0 starts at 0
-    first = tl.load(starts_ptr + offs, mask=inside, other=0)
-    own = tl.load(offsets_ptr + offs, mask=offs < E) - first  # (BLOCK,)
+    # An expert starts where the previous one ends, and expert 0 at 0
+    inside = (offs > 0) & (offs < E)
+    start_here = tl.load(offsets_ptr + offs - 1, mask=inside, other=0)
+    own = tl.load(offsets_ptr + offs, mask=offs < E) - start_here  # (BLOCK,)
     for peer in range(RANKS):
         pad_ptr = tl.load(pads_ptr + peer).to(tl.pointer_type(tl.int32))
         tl.store(pad_ptr + RANKS + rank * E + offs, own, mask=offs < E)
     meet(pads_ptr, late_ptr, rank, tries, RANKS)  # after all warps' stores
     pad_ptr = tl.load(pads_ptr + rank).to(tl.pointer_type(tl.int32))
-    local = tl.arange(0, BLOCK)  # one rank's experts
-    mask = local < LOCAL
+    base = -start_here
+    total = tl.zeros((BLOCK,), dtype=tl.int32)
+    for source in range(RANKS):
+        ptrs = pad_ptr + RANKS + source * E + offs
+        counts = tl.load(ptrs, mask=offs < E, other=0)
+        base += tl.where(source < rank, counts, 0)  # lower ranks' rows
+        total += counts
     for peer in range(RANKS):
-        expert = peer * LOCAL + local  # (BLOCK,)
-        inside = mask & (expert > 0)
-        start_here = tl.load(starts_ptr + expert, mask=inside, other=0)
-        base = -start_here
-        total = tl.zeros((BLOCK,), dtype=tl.int32)
-        for source in range(RANKS):
-            ptrs = pad_ptr + RANKS + source * E + expert
-            counts = tl.load(ptrs, mask=mask, other=0)
-            base += tl.where(source < rank, counts, 0)  # lower ranks' rows
-            total += counts
-        ends = tl.cumsum(total, axis=0)  # of the peer's experts, on the peer
+        mask = offs // LOCAL == peer  # the peer's experts
+        ends = tl.cumsum(tl.where(mask, total, 0), axis=0)  # on the peer
         start = ends - total
-        tl.store(bases_ptr + expert, base + start, mask=mask)
+        tl.store(bases_ptr + offs, base + start, mask=mask)
         if peer == rank:
-            tl.store(ends_ptr + local, ends, mask=mask)
-
-
-_, pads = shared(RANKS * (1 + E), dtype=torch.int32)  # flags begin at 0
-late = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-TRIES = 2**24 if ON_GPU else 2**20
-
-
-def gpu_barrier():
-    """Have the GPU wait for the other ranks' GPUs; the CPU goes on."""
-    # One warp is enough: a single thread sets and sees the flags
-    barrier_kernel[(1,)](pads, late, RANK, TRIES, RANKS, num_warps=1)
+            tl.store(ends_ptr + offs - rank * LOCAL, ends, mask=mask)
 
 
 def dispatch(x, experts):
@@ -498,14 +510,14 @@ if __name__ == "__main__":
 # The way back needs no plan. A token's rank knows where its k rows went, and
 # fetches the results from there, once all ranks have met. It adds them up in
 # float32, in the order of the choices. Experts write results into ``returned``,
-# symmetric memory like ``rows``. No rank overwrites it too early: its experts
-# write again after the next dispatch's barriers, which a rank reaches after its
-# own fetch. So call dispatch and combine in turn.
+# symmetric memory like ``rows``. A rank's experts write ``returned`` again only
+# after the next dispatch's barriers, and each rank comes to those only after
+# its own fetch. So dispatch and combine have to alternate.
 #
-# In the check, experts add their rank's number to a row. Storing a sum rounds
-# it by half an ``eps`` at most. Each of the k products and k additions rounds
-# by half a float32 ``eps``. A partial sum may exceed its final sum, so we allow
-# a whole float32 ``eps`` of the largest sum for each of these 2 k steps.
+# In the check, experts add their rank's number to a row. Storing the weighted
+# sum rounds it by half an ``eps`` of DTYPE at most. For the k products and k
+# additions in float32 we allow 2 k float32 ``eps`` of the result's largest
+# element, a margin that we chose.
 
 
 @triton.jit
@@ -517,14 +529,14 @@ def fetch_kernel(
     out_ptr,
     LOCAL,
     H,
-    CHOICES: tl.constexpr,  # k
+    k: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(axis=0).to(tl.int64)
     offs = tl.program_id(axis=1) * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
     acc = tl.zeros((BLOCK,), dtype=tl.float32)
-    for j in tl.static_range(CHOICES):  # unrolled, so that loads overlap
-        choice = token * CHOICES + j
+    for j in tl.static_range(k):  # unrolled, so that loads overlap
+        choice = token * k + j
         expert = tl.load(experts_ptr + choice)
         row = tl.load(places_ptr + choice).to(tl.int64)
         y_ptr = tl.load(table_ptr + expert // LOCAL).to(out_ptr.dtype)
@@ -533,16 +545,6 @@ def fetch_kernel(
         acc += tl.load(weights_ptr + choice) * y.to(tl.float32)
     out = acc.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + token * H + offs, out, mask=offs < H)
-
-
-def combine_torch(y, weights, back):
-    """Return the weighted sum of each token's results."""
-    by_expert, inverse, sent, got = back
-    y_by_rank = torch.empty_like(y).index_copy_(0, by_expert, y)
-    mine = y.new_empty(sum(sent), H)
-    dist.all_to_all_single(mine, y_by_rank, sent, got)
-    mine = mine[inverse].view(*weights.shape, H)
-    return (mine * weights[:, :, None]).sum(1).to(y.dtype)
 
 
 returned, returned_table = shared(CAPACITY, H, dtype=DTYPE)
@@ -559,7 +561,7 @@ def combine(experts, weights, places, BLOCK=2048):
     gpu_barrier()
     grid = T, triton.cdiv(H, BLOCK)
     tensors = experts, places, weights, returned_table, out
-    fetch_kernel[grid](*tensors, LOCAL, H, CHOICES=k, BLOCK=BLOCK)
+    fetch_kernel[grid](*tensors, LOCAL, H, k=k, BLOCK=BLOCK)
     return out
 
 
@@ -584,8 +586,9 @@ if __name__ == "__main__":
 # ``expert_all_to_all_dispatch`` and ``expert_all_to_all_combine`` are this
 # gallery's op. They also take float8 rows with their scales, choices of no
 # expert (-1), ranks without tokens, and a ``capacity``: memory for fewer rows
-# than could come. Rows that do not fit are not sent, and the results of their
-# tokens are NaN. ``places`` contain the rank too, so combine needs no experts.
+# than this page's CAPACITY, which grows with RANKS. Rows that do not fit are
+# not sent, and the results of their tokens are NaN. The op's ``places`` are
+# ``rank * capacity + row``, so its combine takes no experts.
 
 from triton_gallery_ops.expert_all_to_all import (
     expert_all_to_all_check,
@@ -609,16 +612,26 @@ def memory_for(T, float8=False, capacity=None):
 
 
 # %%
-# A whole layer
-# -------------
-#
-# The router, the products and float8 rows take other ops of this gallery:
+# Float8 rows, and the layer below, take other ops of this gallery:
 
 from triton_gallery_ops.grouped_matmul import grouped_matmul
 from triton_gallery_ops.moe_layer import moe_layer
 from triton_gallery_ops.quantize import dequantize, quantize
 
 # %%
+# ``quantize`` makes float8 rows, half as many bytes, with a scale for each
+# group of 128 elements. ``check_float8``, in the fold at the top, has the op
+# send both, and dequantizes what came. That has to equal rows that
+# ``dispatch_torch`` sends, dequantized already.
+
+if __name__ == "__main__":
+    check_float8()
+    say("float8 rows arrived with their scales")
+
+# %%
+# A whole layer
+# -------------
+#
 # ``moe_routing_with_permutation`` also picks the k experts and their weights.
 # ``ends`` stays on the GPU, and goes into ``grouped_matmul`` as its offsets;
 # rows after the last end become zeros. Each rank has its own tokens, of any
@@ -660,7 +673,8 @@ if __name__ == "__main__":
 
 # %%
 # A CUDA graph can hold the layer: no CPU waits, addresses stay the same, and a
-# barrier clears its flags. Replays have other experts than the capture had.
+# barrier clears its flags. Each replay here routes tokens to other experts than
+# the capture did.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     x, *_ = make_inputs(8)
@@ -682,30 +696,17 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     say("three replays, each with other counts")
 
 # %%
-# Rows of float8
-# --------------
-#
-# ``quantize`` makes float8 rows, half as many bytes, with a scale for each
-# group of 128 elements. Both have to arrive. ``check_float8``, in the fold at
-# the top, compares two ways: the op sends float8 rows, which are dequantized
-# then; or rows are dequantized first, and ``dispatch_torch`` sends them. The
-# results have to be equal.
-
-if __name__ == "__main__":
-    check_float8()
-    say("float8 rows arrived with their scales")
-
-# %%
 # The result
 # ----------
 #
-# *Triton* is the op, *Triton, this page* is ``dispatch``, and *PyTorch* is
-# ``dispatch_torch`` and ``combine_torch``. A dispatch begins with chosen
-# experts and ends with rows sorted by expert. *Roof* is the rate of one large
-# copy to the next rank, the same line for all sizes. ``gpu_time`` has the GPU
-# sleep before each call, to hide the launch. *PyTorch* waits for the counts, so
-# its CPU time includes this sleep: compare GPU times. The run prints the op's
-# times and rates, and *PyTorch / op* divides GPU times.
+# The first chart is of dispatch, from chosen experts to rows sorted by expert;
+# the second is of combine. Their label and the printed lines say on how many
+# GPUs. *Triton* is the op, *Triton, this page* is ``dispatch``, and *PyTorch*
+# is ``dispatch_torch`` and, in the fold at the top, ``combine_torch``. *Roof*
+# is the rate of one large copy to the next rank, the same at all sizes.
+# ``gpu_time`` has the GPU sleep before each call, to hide the launch. In
+# *PyTorch*'s dispatch, the CPU waits for the GPU's counts and so for this
+# sleep, which its CPU time includes: *PyTorch / op* divides GPU times.
 
 
 def copy_to_next():
@@ -755,7 +756,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         for T, calls in of.items():
             op, other = calls["Triton"], calls["PyTorch"]
             rate = megabytes_sent(T) / op[0]
-            say(f"{name}, {T} tokens:")
+            say(f"{name}, {T} tokens, {RANKS} GPUs:")
             say(f"  op: {rate:.0f} GB/s, GPU {op[0]:.3f} ms,", end=" ")
             say(f"CPU {op[3] / 1e3:.3f} ms")
             waits = " (PyTorch waits for its CPU)" if other[4] else ""
@@ -780,11 +781,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # without GPUs: it says whether the kernel is right. One rank alone cannot show
 # that a row went to the wrong rank. The checks are in the fold at the top.
 #
-# **1.** Say that each row has one float32 scale, which has to travel as well.
-# For each choice c of token t, store scale t in element ``places[c]`` of the
-# tensor on the rank of expert ``experts[c]``. A program has BLOCK of the N
-# choices; their addresses differ. The arguments are ``scales_ptr, experts_ptr,
-# places_ptr, table_ptr, N, k, LOCAL, BLOCK``.
+# **1.** Let each row have one float32 scale, which has to travel as well. For
+# each choice c of token t, store scale t in element ``places[c]`` of the tensor
+# on the rank of expert ``experts[c]``. A program has BLOCK of the N choices and
+# loads an address for each of them: ``.to`` takes a block, too. The arguments
+# are ``scales_ptr, experts_ptr, places_ptr, table_ptr, N, k, LOCAL, BLOCK``.
 
 scale_kernel = None  # your kernel
 
