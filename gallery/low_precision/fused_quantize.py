@@ -39,7 +39,8 @@ Fused RMSNorm and SwiGLU with FP8 quantization
 A linear layer in 8 bits wants its input in 8 bits, with scales. That input
 comes from an RMSNorm or from a SwiGLU, so the kernel that computes it can also
 quantize it, while the row is in registers. Inference engines do this between
-matrix products. In training, the backward needs the norm in 16 bits, too.
+matrix products. A backward would also read the norm in 16 bits, which these
+kernels do not store.
 
 After this page you can
 
@@ -76,22 +77,22 @@ randn = partial(torch.randn, generator=generator, device=DEVICE)
 
 
 def nearly_equal(name, values, expected):
-    """Check float8 values of bfloat16 rows against those of two kernels."""
+    """Check float8 values of bfloat16 rows against those of two ops."""
     # Kernels may add a row in different orders, so r may differ in its last
     # bit. Then a y near the middle of two bfloat16 numbers may become either,
     # and its float8 value the next one: an eighth away at most, or 2**-9 near 0
     values, expected = values.float(), expected.float()
     torch.testing.assert_close(values, expected, rtol=1 / 8, atol=2**-9)
-    share = (values != expected).float().mean()
-    print(f"{name}: {share:.1e} of the values differ from two ops'")
+    count = (values != expected).sum()
+    print(f"{name}: {count} of {values.numel()} values differ from two ops'")
 
 
-def compare_groups(values, scales, exact, allowed=0.01, largest=448):
+def compare_groups(values, scales, exact, allowed=0.01, MAX=448):
     """Compare groups of 128; zeros fill a short last group."""
     fill = partial(torch.nn.functional.pad, pad=(0, -exact.shape[1] % 128))
     shape = *scales.shape, 128
     values, exact = (fill(t.double()).view(shape) for t in (values, exact))
-    compare(values, scales[..., None], exact, allowed, largest)
+    compare(values, scales[..., None], exact, allowed, MAX)
 
 
 def counted(*numbers):
@@ -147,15 +148,14 @@ def in_torch(x, weight):
 # %%
 # The *floor* is ``x`` and the weight read once, values and scales written once.
 # One kernel moves just that; two also write and read ``y``. ``Traffic`` counts
-# what PyTorch moves. On a GPU ``rms_norm`` is one operator, on the CPU several.
+# what PyTorch's operators move; they also write float32 copies of ``y``.
 
 if __name__ == "__main__":
     x, weight = randn(64, 4096).bfloat16(), randn(4096).bfloat16()
     with Traffic() as traffic:
         values, scales = in_torch(x, weight)
     floor = sum(t.nbytes for t in (x, weight, values, scales))
-    count = len(traffic.operators)
-    moved = {f"PyTorch on {DEVICE.type}, {count} operators": traffic.moved}
+    moved = {f"PyTorch, {len(traffic.operators)} operators": traffic.moved}
     moved |= {"two kernels": floor + 2 * x.nbytes, "one kernel": floor}
     for name, count in moved.items():
         print(f"{name}: {count:,} bytes, {count / floor:.2f} times the floor")
@@ -167,7 +167,7 @@ if __name__ == "__main__":
 # As in any RMSNorm, ``r`` is one over the root mean square. But ``y`` stays in
 # registers: its largest magnitude gives the scale, and ``y`` is multiplied by
 # the scale's inverse. Two kernels would store ``y`` in the dtype of ``x``. So
-# this one rounds ``y`` to it, as vLLM and TensorRT-LLM do.
+# this one rounds ``y`` to that dtype and back, as vLLM and TensorRT-LLM do.
 
 
 @triton.jit
@@ -191,8 +191,8 @@ def norm_kernel(
     y = y.to(x_ptr.dtype.element_ty).to(tl.float32)  # as if stored in x's dtype
     largest = tl.max(tl.abs(y), axis=0)
     scale = tl.maximum(largest / MAX, 2.0**-126)
-    values = y * (1 / scale)  # (BLOCK_N,); may pass MAX by a rounding error
-    values = values.to(values_ptr.dtype.element_ty)  # float8: then it is MAX
+    values = y * (1 / scale)  # (BLOCK_N,); rounding may pass MAX a little:
+    values = values.to(values_ptr.dtype.element_ty)  # in float8 that is MAX
     tl.store(values_ptr + row * N + cols, values, mask=mask)
     tl.store(scale_ptr + row, scale)
 
@@ -200,14 +200,14 @@ def norm_kernel(
 def norm_and_quantize(x, weight, eps=EPS, dtype=E4M3, MAX=448.0):
     """Return the norm divided by its scales (one for a row), and the scales."""
     M, N = x.shape
-    assert 0 < N <= 16384  # at most 16 warps: 1024 threads on AMD, the limit
+    assert 0 < N <= 16384  # 16 warps at most: 1024 threads where a warp has 64
     assert weight.shape == (N,)
-    assert torch.finfo(dtype).max >= MAX  # no int8: store_groups (below) rounds
+    assert torch.finfo(dtype).max >= MAX  # int8: see store_groups, which rounds
     x, weight = x.contiguous(), weight.contiguous()
     values = torch.empty_like(x, dtype=dtype)
     scales = x.new_empty(M, 1, dtype=torch.float32)
     BLOCK_N = triton.next_power_of_2(N)
-    warps = max(1, BLOCK_N // 1024)  # NVIDIA: 32 threads each, of 32 elements
+    warps = max(1, BLOCK_N // 1024)  # 32 threads each, with 32 elements each
     tensors = x, weight, values, scales
     norm_kernel[(M,)](*tensors, N, eps, MAX, BLOCK_N, num_warps=warps)
     return values, scales
@@ -217,19 +217,19 @@ def norm_and_quantize(x, weight, eps=EPS, dtype=E4M3, MAX=448.0):
 # Is it right?
 # ------------
 #
-# The first check has random numbers, and leaves values in float32. The next
-# two, of PyTorch and of the kernel, cast to float8, which the interpreter may
-# round wrongly. So there nothing needs rounding: ``x * r`` is 1 or -1, weights
-# are float8 numbers up to 448, and the scale is 1. In the last, weights are
-# larger by under half a bfloat16 step: an unrounded ``y`` has wrong scales.
+# 1. Random numbers, and values that stay float32: the arithmetic.
+# 2. PyTorch and the kernel, cast to float8, of what needs no rounding (Triton's
+#    interpreter may round wrongly): ``x * r`` is 1 or -1, weights are float8.
+# 3. Weights that are larger by under half a bfloat16 step. Unless ``y`` is
+#    rounded, scales become larger, too.
 
 
-def compare(values, scales, exact, allowed=0.01, largest=448):
+def compare(values, scales, exact, allowed=0.01, MAX=448):
     """Print and check the largest error of values, and check the scales."""
-    expected = (exact.abs().amax(-1, keepdim=True) / largest).clamp(2.0**-126)
+    expected = (exact.abs().amax(-1, keepdim=True) / MAX).clamp(2.0**-126)
     torch.testing.assert_close(scales.double(), expected, rtol=1e-5, atol=0)
     error = (values.double() - exact / expected).abs().max().item()
-    print(f"largest error {error:.4f} of {largest}, allowed {allowed}")
+    print(f"largest error {error:.4f} of {MAX}, allowed {allowed}")
     assert error <= allowed
 
 
@@ -250,7 +250,8 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# GB/s: the floor's bytes over the time. The *roof* is a copy of as many bytes.
+# GB/s: the floor's bytes over the time. The *roof* is a copy of as many bytes,
+# also measured, so a kernel may be a little above it.
 
 ELEMENTS = 2**28  # of x, for any N: far more than a GPU's caches hold
 FLOOR = 3e-6 * ELEMENTS  # megabytes: two bytes read, one written
@@ -282,16 +283,6 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # scale for each group. One jit function may call another, which is inlined.
 # This one reshapes the row to (groups, 128): each row of that block is a group.
 # A shape must be known at compile time, so ``GROUPS`` is a ``tl.constexpr``.
-# ``GROUP`` is a power of two, at most ``BLOCK_N``. For one scale a row, give
-# ``prepare`` the group ``N`` and ``store_groups`` the group ``BLOCK_N``. For
-# int8, pass ``MAX=127.0``; the cast alone would drop the fraction, so
-# ``store_groups`` rounds to an integer before it.
-#
-# *Your own kernel:* compute ``y``, with 0 in masked elements, round it to the
-# dtype of ``x``, and call ``store_groups``, as the next two kernels do. In a
-# LayerNorm, load the bias with ``other=0.0``, and set ``x - mean`` to 0 in
-# masked elements before its squares are added up:
-# ``tl.where(mask, x - mean, 0.0)``.
 
 
 @triton.jit
@@ -307,11 +298,11 @@ def store_groups(
     BLOCK_N: tl.constexpr = y.shape[0]
     GROUPS: tl.constexpr = BLOCK_N // GROUP
     y = tl.reshape(y, (GROUPS, GROUP))
-    largest = tl.max(tl.abs(y), axis=1)  # (GROUPS,)
+    largest = tl.max(tl.abs(y), axis=1)  # (GROUPS,); NaN is ignored
     scale = tl.maximum(largest / MAX, 2.0**-126)
     values = tl.reshape(y * (1 / scale)[:, None], (BLOCK_N,))
     if values_ptr.dtype.element_ty.is_int():  # decided at compile time
-        values = tl.floor(values + 0.5)
+        values = tl.floor(values + 0.5)  # a cast to int8 drops the fraction
     values = values.to(values_ptr.dtype.element_ty)
     cols = tl.arange(0, BLOCK_N)
     tl.store(values_ptr + cols, values, mask=cols < N)
@@ -331,6 +322,18 @@ def prepare(x, GROUP, dtype, MAX):
     warps = max(1, BLOCK_N // 1024)
     return values, scales, {"BLOCK_N": BLOCK_N, "num_warps": warps}
 
+
+# %%
+# ``GROUP`` is a power of two. For one scale a row, give ``store_groups`` the
+# whole block, ``BLOCK_N``, which need not be full, and ``prepare`` the group
+# ``N``: it then makes one scale. For int8, pass ``MAX=127.0``.
+#
+# *Your own kernel:* compute ``y``, with 0 in masked elements, round it to the
+# dtype of ``x``, and call ``store_groups``, as the next two kernels do. In a
+# LayerNorm, load the bias with ``other=0.0``, and set ``x - mean`` to 0 in
+# masked elements before its squares are added up:
+# ``tl.where(mask, x - mean, 0.0)``. A row with NaN becomes arbitrary numbers
+# in int8, without a trace: the op makes its scale NaN.
 
 # %%
 # Add the residual, too
@@ -407,9 +410,10 @@ if __name__ == "__main__":
 #
 # SwiGLU makes the input of the second product in a feed-forward layer:
 # ``silu(gate) * up``, where ``silu(x)`` is ``x * sigmoid(x)``. The kernel
-# computes this as its ``y`` and calls ``store_groups``. A row has
-# ``cdiv(N, GROUP)`` scales. ``compare_groups``, in *Imports, device and
-# measurement helpers*, fills up the last group with zeros.
+# computes this as its ``y``, rounded once, as the ``swiglu`` op does, and calls
+# ``store_groups``. A row has ``cdiv(N, GROUP)`` scales. ``compare_groups``, in
+# *Imports, device and measurement helpers*, compares as ``compare`` does, group
+# by group, after it has filled up the last one with zeros.
 
 
 @triton.jit
@@ -440,7 +444,7 @@ def swiglu_and_quantize(gate, up, dtype=E4M3, GROUP=128, MAX=448.0):
     M, N = gate.shape
     assert up.shape == gate.shape
     assert triton.next_power_of_2(GROUP) == GROUP <= 16384
-    gate, up = gate.contiguous(), up.contiguous()
+    gate, up = gate.contiguous(), up.contiguous()  # halves are copied
     values, scales, options = prepare(gate, GROUP, dtype, MAX)
     tensors = gate, up, values, scales
     swiglu_kernel[(M,)](*tensors, N, MAX, GROUP, **options)
@@ -452,7 +456,7 @@ if __name__ == "__main__":
     exact = torch.nn.functional.silu(gate.double()) * up.double()
     compare_groups(*swiglu_and_quantize(gate, up, torch.float32), exact)
     in_int8 = swiglu_and_quantize(gate, up, torch.int8, MAX=127.0)
-    compare_groups(*in_int8, exact, allowed=0.501, largest=127)
+    compare_groups(*in_int8, exact, allowed=0.501, MAX=127)
     # bfloat16 to float8 without rounding: sigmoid(64) is 1, and 64 * 7 is 448
     large = torch.full_like(gate, 64).bfloat16()
     small = up.clamp(-7, 7).to(E4M3).bfloat16()
@@ -494,18 +498,21 @@ if __name__ == "__main__":
 # The result
 # ----------
 #
-# RMSNorm and a scale for each row, in bfloat16; only the norm is measured here.
-# *Triton* is the op, *Triton, this page* is ``norm_kernel``, and *Triton, two
-# ops* are ``rms_norm`` and ``quantize``, each in its own kernel. *PyTorch's
-# best* is the faster of PyTorch and ``torch.compile`` at each length. At 2880,
-# 5120 and 12288, at least a quarter of ``norm_kernel``'s block is masked off.
-# The roof is measured, so a kernel may be a little above it. With few rows, the
-# CPU time of a call decides, unless a CUDA graph launches it.
+# RMSNorm and a scale for each row, in bfloat16, at other shapes than in the
+# table at the top; the op's page has SwiGLU and the residual. *Triton* is the
+# op, *Triton, this page* is ``norm_kernel``, and *Triton, two ops* are
+# ``rms_norm`` and ``quantize``, each in its own kernel. In the lines that the
+# run prints, *PyTorch's best* is the faster of PyTorch and ``torch.compile`` at
+# each length. At 2880, 5120 and 12288, at least a quarter of ``norm_kernel``'s
+# block is masked off; the op takes two blocks there.
 #
-# The last two lines that the run prints count values that differ from those of
-# two ops. Kernels may sum a row in different orders, so ``r`` may differ in its
-# last bit. Then a ``y`` half way between two bfloat16 numbers may become
-# either, and its quantized value the neighboring float8 number.
+# With few rows, the CPU time of a call decides, unless a CUDA graph launches
+# it. The op looks at more options than ``norm_and_quantize`` before it
+# launches, so without need of them the short function may be the better one.
+#
+# Kernels may sum a row in different orders, so ``r`` may differ in its last
+# bit. Then a ``y`` half way between two bfloat16 numbers may become either, and
+# its value the neighboring float8 number. The last two lines count these.
 
 SIZES = [1024, 2048, 2880, 4096, 5120, 7168, 12288, 16384]
 ROW = 1, -1  # rows x columns that share a scale; -1 is all

@@ -46,10 +46,10 @@ from triton_gallery_ops.swiglu import (
 FUSED_QUANTIZE_NAMESPACE = "triton_gallery"
 FUSED_QUANTIZE_GROUP = 1024  # elements of the largest group
 FUSED_QUANTIZE_ROW = 16384  # elements of the longest row in registers
-FUSED_QUANTIZE_TILE = 4096  # elements of a program, about
-FUSED_QUANTIZE_COLUMNS = 1024  # of it, if a program has parts of rows
-FUSED_QUANTIZE_AHEAD = 1024  # elements for each warp that loads ahead
-FUSED_QUANTIZE_WARPS = 16  # such warps of a multiprocessor
+FUSED_QUANTIZE_TILE = 4096  # elements of a block of a longer row
+FUSED_QUANTIZE_WARP = 1024  # elements of a warp
+FUSED_QUANTIZE_FEW = 2**25  # elements up to which programs load ahead
+FUSED_QUANTIZE_WARPS = 16  # warps of a multiprocessor that load ahead
 
 
 @triton.jit
@@ -490,20 +490,24 @@ def _fused_quantize_outputs(x, block_size, dtype, power_of_two, scale):
     return out, scales, plan
 
 
-def _fused_quantize_plan(N, group, *strides):
-    """Return how to launch for whole rows of N elements."""
+def _fused_quantize_plan(N, group, strides, split=FUSED_QUANTIZE_WARP):
+    """Return how to launch for rows of N elements.
+
+    A block of ``split`` elements or more may become two.
+    """
     BLOCK_N, REST = max(triton.next_power_of_2(N), group), 0
-    # Less than three quarters of a long block: two blocks are fewer elements
-    if BLOCK_N > FUSED_QUANTIZE_TILE and N * 4 <= BLOCK_N * 3:
+    # Up to three quarters of a block: two blocks are fewer elements
+    least = max(split, 4 * group)
+    if least <= BLOCK_N and N * 4 <= BLOCK_N * 3:
         BLOCK_N //= 2
         REST = max(triton.next_power_of_2(N - BLOCK_N), group)
     return {
         "VEC": math.gcd(N, *strides, 16),
-        "BLOCK_M": max(1, FUSED_QUANTIZE_TILE // BLOCK_N),
+        "BLOCK_M": 1 if REST else max(1, FUSED_QUANTIZE_WARP // BLOCK_N),
         "BLOCK_N": BLOCK_N,
         "REST": REST,
         "GROUP": group,
-        "num_warps": 4 if BLOCK_N + REST <= 3 * FUSED_QUANTIZE_TILE // 2 else 8,
+        "num_warps": max(1, BLOCK_N // FUSED_QUANTIZE_WARP),
     }
 
 
@@ -530,15 +534,19 @@ def _fused_quantize_rms_norm_run(
         weight = None if weight is None else weight.contiguous()
         N = int(x.shape[-1])
         M = x.numel() // N
-        plan |= _fused_quantize_plan(N, group, stride_xm, stride_rm)
+        # Few or long rows: the next ones load while one is reduced. Under
+        # torch.compile, M may be symbolic: comparing it would fix its range.
+        few = isinstance(M, int) and M * N <= FUSED_QUANTIZE_FEW
+        ahead = residual is None and (few or N > FUSED_QUANTIZE_TILE)
+        blocks = N, group, (stride_xm, stride_rm)
+        if ahead or residual is not None:
+            blocks += (2 * FUSED_QUANTIZE_TILE,)
+        plan |= _fused_quantize_plan(*blocks)
         plan |= {"EPS": eps, "OFFSET": offset, "ADD": residual is not None}
         plan["LLAMA"] = casting_mode == "llama"
-        plan["AHEAD"] = residual is None and plan["REST"] == 0
+        plan["AHEAD"] = ahead and plan["REST"] == 0
         most = M
         if plan["AHEAD"]:
-            each = FUSED_QUANTIZE_AHEAD
-            plan["BLOCK_M"] = max(1, each // plan["BLOCK_N"])
-            plan["num_warps"] = max(1, plan["BLOCK_N"] // each)
             held = FUSED_QUANTIZE_WARPS // plan["num_warps"]
             most = held * _rms_norm_gpu(x.device)[0]
         pointers = rows, added, weight, h, scale, out, scales
@@ -616,8 +624,8 @@ def _fused_quantize_swiglu_launch(
     M = gate.numel() // N
     # Where a scale is not that of a row, a program has parts of rows.
     whole = scale is None and group == 0
-    length = N if whole else min(N, FUSED_QUANTIZE_COLUMNS)
-    blocks = _fused_quantize_plan(length, group, stride_gm, stride_um)
+    length = N if whole else min(N, FUSED_QUANTIZE_WARP)
+    blocks = _fused_quantize_plan(length, group, (stride_gm, stride_um))
     plan |= constants | blocks | {"VEC": math.gcd(blocks["VEC"], N)}
     sizes = N, stride_gm, stride_um
     with torch.accelerator.device_index(gate.device.index):
