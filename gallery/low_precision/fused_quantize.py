@@ -39,8 +39,8 @@ Fused RMSNorm and SwiGLU with FP8 quantization
 A linear layer in 8 bits wants its input in 8 bits, with scales. That input
 comes from an RMSNorm or from a SwiGLU, so the kernel that computes it can also
 quantize it, while the row is in registers. Inference engines do this between
-matrix products. A backward would also read the norm in 16 bits, which these
-kernels do not store.
+matrix products. These kernels are for inference: a backward would need the norm
+in 16 bits, too, and they do not store it.
 
 After this page you can
 
@@ -191,8 +191,8 @@ def norm_kernel(
     y = y.to(x_ptr.dtype.element_ty).to(tl.float32)  # as if stored in x's dtype
     largest = tl.max(tl.abs(y), axis=0)
     scale = tl.maximum(largest / MAX, 2.0**-126)
-    values = y * (1 / scale)  # (BLOCK_N,); rounding may pass MAX a little:
-    values = values.to(values_ptr.dtype.element_ty)  # in float8 that is MAX
+    values = y * (1 / scale)  # (BLOCK_N,)
+    values = values.to(values_ptr.dtype.element_ty)  # just over MAX becomes MAX
     tl.store(values_ptr + row * N + cols, values, mask=mask)
     tl.store(scale_ptr + row, scale)
 
@@ -200,9 +200,9 @@ def norm_kernel(
 def norm_and_quantize(x, weight, eps=EPS, dtype=E4M3, MAX=448.0):
     """Return the norm divided by its scales (one for a row), and the scales."""
     M, N = x.shape
-    assert 0 < N <= 16384  # 16 warps at most: 1024 threads where a warp has 64
+    assert 0 < N <= 16384  # 16 warps at most: AMD's have 64 threads, 1024 fit
     assert weight.shape == (N,)
-    assert torch.finfo(dtype).max >= MAX  # int8: see store_groups, which rounds
+    assert torch.finfo(dtype).max >= MAX  # no int8: a cast drops the fraction
     x, weight = x.contiguous(), weight.contiguous()
     values = torch.empty_like(x, dtype=dtype)
     scales = x.new_empty(M, 1, dtype=torch.float32)
@@ -217,11 +217,11 @@ def norm_and_quantize(x, weight, eps=EPS, dtype=E4M3, MAX=448.0):
 # Is it right?
 # ------------
 #
-# 1. Random numbers, and values that stay float32: the arithmetic.
-# 2. PyTorch and the kernel, cast to float8, of what needs no rounding (Triton's
-#    interpreter may round wrongly): ``x * r`` is 1 or -1, weights are float8.
-# 3. Weights that are larger by under half a bfloat16 step. Unless ``y`` is
-#    rounded, scales become larger, too.
+# 1. The arithmetic: the numbers are random, and values stay in float32.
+# 2. The cast to float8, in PyTorch and here. As Triton's interpreter may round
+#    wrongly, nothing needs rounding: ``x * r`` is 1 or -1, weights are float8.
+# 3. The rounding of ``y``: weights are larger by under half a bfloat16 step,
+#    which rounding takes away. A kernel that forgets it has larger scales.
 
 
 def compare(values, scales, exact, allowed=0.01, MAX=448):
@@ -323,17 +323,18 @@ def prepare(x, GROUP, dtype, MAX):
     return values, scales, {"BLOCK_N": BLOCK_N, "num_warps": warps}
 
 
-# %%
-# ``GROUP`` is a power of two. For one scale a row, give ``store_groups`` the
-# whole block, ``BLOCK_N``, which need not be full, and ``prepare`` the group
-# ``N``: it then makes one scale. For int8, pass ``MAX=127.0``.
+# %% ``GROUP`` is a power of two. For one scale a row, pass ``GROUP=BLOCK_N`` to
+# ``store_groups``, and ``N`` as the group to ``prepare``: masked elements are
+# 0, which changes no maximum. For int8, pass ``MAX=127.0``; halves are rounded
+# up, where ``torch.round`` takes them to even numbers.
 #
 # *Your own kernel:* compute ``y``, with 0 in masked elements, round it to the
-# dtype of ``x``, and call ``store_groups``, as the next two kernels do. In a
-# LayerNorm, load the bias with ``other=0.0``, and set ``x - mean`` to 0 in
-# masked elements before its squares are added up:
-# ``tl.where(mask, x - mean, 0.0)``. A row with NaN becomes arbitrary numbers
-# in int8, without a trace: the op makes its scale NaN.
+# dtype of ``x``, and call ``store_groups``, as the next two kernels do;
+# ``norm_kernel`` could end so, too. In a LayerNorm, load the bias with
+# ``other=0.0``, and set ``x - mean`` to 0 in masked elements before its squares
+# are added up: ``tl.where(mask, x - mean, 0.0)``. Another gate than SwiGLU's is
+# another line for ``y``, with ``tl.erf`` for the exact GELU. NaN is ignored, so
+# in int8 a row with NaN looks valid; the op gives it a NaN scale.
 
 # %%
 # Add the residual, too
@@ -410,10 +411,11 @@ if __name__ == "__main__":
 #
 # SwiGLU makes the input of the second product in a feed-forward layer:
 # ``silu(gate) * up``, where ``silu(x)`` is ``x * sigmoid(x)``. The kernel
-# computes this as its ``y``, rounded once, as the ``swiglu`` op does, and calls
-# ``store_groups``. A row has ``cdiv(N, GROUP)`` scales. ``compare_groups``, in
-# *Imports, device and measurement helpers*, compares as ``compare`` does, group
-# by group, after it has filled up the last one with zeros.
+# computes this as its ``y``, rounds it once, as a kernel that stores SwiGLU
+# does, and calls ``store_groups``. (PyTorch's two operators also round
+# ``silu(gate)``.) A row has ``cdiv(N, GROUP)`` scales. ``compare_groups``, in
+# *Imports, device and measurement helpers*, compares as ``compare`` does, by
+# groups of 128, after it has filled up the last one with zeros.
 
 
 @triton.jit
@@ -444,7 +446,7 @@ def swiglu_and_quantize(gate, up, dtype=E4M3, GROUP=128, MAX=448.0):
     M, N = gate.shape
     assert up.shape == gate.shape
     assert triton.next_power_of_2(GROUP) == GROUP <= 16384
-    gate, up = gate.contiguous(), up.contiguous()  # halves are copied
+    gate, up = gate.contiguous(), up.contiguous()  # copies halves of one tensor
     values, scales, options = prepare(gate, GROUP, dtype, MAX)
     tensors = gate, up, values, scales
     swiglu_kernel[(M,)](*tensors, N, MAX, GROUP, **options)
@@ -468,8 +470,9 @@ if __name__ == "__main__":
 # ------
 #
 # ``fused_quantize_rms_norm``, ``fused_quantize_rms_norm_residual`` and
-# ``fused_quantize_swiglu`` are this gallery's ops. They agree with ``rms_norm``
-# or ``swiglu``, followed by ``quantize``. To these kernels they add
+# ``fused_quantize_swiglu`` are this gallery's ops, three in one file. They
+# agree with ``rms_norm`` or ``swiglu``, followed by ``quantize``. To these
+# kernels they add
 #
 # * scales that the caller gives, and scales that are powers of two;
 # * several short rows in a program, and long rows of SwiGLU;
@@ -498,21 +501,22 @@ if __name__ == "__main__":
 # The result
 # ----------
 #
-# RMSNorm and a scale for each row, in bfloat16, at other shapes than in the
-# table at the top; the op's page has SwiGLU and the residual. *Triton* is the
-# op, *Triton, this page* is ``norm_kernel``, and *Triton, two ops* are
-# ``rms_norm`` and ``quantize``, each in its own kernel. In the lines that the
-# run prints, *PyTorch's best* is the faster of PyTorch and ``torch.compile`` at
-# each length. At 2880, 5120 and 12288, at least a quarter of ``norm_kernel``'s
-# block is masked off; the op takes two blocks there.
+# RMSNorm and a scale for each row, in bfloat16: ``2**28 / N`` rows. The table
+# at the top has other shapes, and the op's page also SwiGLU and the residual.
+# *Triton* is the op, *Triton, this page* is ``norm_kernel``, and *Triton, two
+# ops* are ``rms_norm`` and ``quantize``, each in its own kernel. At 2880, 5120
+# and 12288, at least a quarter of ``norm_kernel``'s block is masked off; the op
+# splits such rows into two blocks.
 #
-# With few rows, the CPU time of a call decides, unless a CUDA graph launches
-# it. The op looks at more options than ``norm_and_quantize`` before it
-# launches, so without need of them the short function may be the better one.
+# GB/s count the time on the GPU alone. The CPU time of a call is below the
+# chart. With few rows it decides, unless a CUDA graph launches the kernel: take
+# ``norm_and_quantize`` there if you need no option of the op.
 #
-# Kernels may sum a row in different orders, so ``r`` may differ in its last
-# bit. Then a ``y`` half way between two bfloat16 numbers may become either, and
-# its value the neighboring float8 number. The last two lines count these.
+# Of the lines that are printed, *PyTorch's best* is the faster of PyTorch and
+# ``torch.compile`` at each length. The last two count values. Kernels may sum a
+# row in different orders, so ``r`` may differ in its last bit. Then a ``y``
+# about half way between two bfloat16 numbers may become either, and its value
+# the neighboring float8 number.
 
 SIZES = [1024, 2048, 2880, 4096, 5120, 7168, 12288, 16384]
 ROW = 1, -1  # rows x columns that share a scale; -1 is all

@@ -222,11 +222,12 @@ if __name__ == "__main__":
 #
 # A program keeps a row in registers, so it reads the row once for the maximum
 # and for the values. Masked elements are 0, which changes no maximum. A row of
-# zeros would have the scale 0 and, as in ``quantize_torch``, NaN values; the
-# inverse of a tiny scale overflows. So no scale is below ``2.0**-126``, the
-# smallest float32 with a full mantissa. A cast to int8 cuts the fraction off,
-# so the kernel rounds first: ``floor(v + 0.5)``. As the scale is rounded, a
-# value may come out just above 448 or 127. Rounding takes it back: no clamp.
+# zeros would have the scale 0, and ``0 * (1 / 0)`` is NaN; a tiny scale has an
+# infinite inverse. So no scale is below ``2.0**-126``, the smallest normal
+# float32. A cast to int8 cuts the fraction off, so the kernel rounds first:
+# ``floor(v + 0.5)``, where halves go up; ``torch.round`` takes them to even
+# numbers. As the scale is rounded, a value may come out just above 448 or 127.
+# Rounding takes it back: no clamp.
 
 
 @triton.jit
@@ -261,7 +262,7 @@ def quantize_rows(x, dtype=E4M3):
     scales = x.new_empty(M, 1, dtype=torch.float32)
     MAX = LARGEST[dtype]
     BLOCK_N = triton.next_power_of_2(N)
-    warps = max(1, BLOCK_N // 1024)  # of 32 threads, 32 elements a thread
+    warps = max(1, BLOCK_N // 1024)  # a warp is 32 threads, of 32 elements each
     row_kernel[(M,)](x, values, scales, N, MAX, BLOCK_N, num_warps=warps)
     return values, scales
 
@@ -273,9 +274,9 @@ def quantize_rows(x, dtype=E4M3):
 # The first check takes numbers that need no rounding: float8 numbers up to 448,
 # times a power of two for each row. The kernel must find that power as the
 # scale, and the error must be 0. The second rounds to int8: neighbors are one
-# scale (a *step*) apart, so it allows half a step. On a GPU, a third compares
-# rounding to float8 with PyTorch's; Triton's interpreter rounds some numbers
-# wrongly: 1.97 becomes 1, not 2.
+# scale (a *step*) apart, so it allows half a step. The third compares rounding
+# to float8 with PyTorch's, on a GPU alone: Triton's interpreter rounds some
+# numbers wrongly (1.97 becomes 1, not 2).
 
 
 def exact_rows(M, N, largest=448):
@@ -361,8 +362,8 @@ if __name__ == "__main__":
 # In int8, the outlier makes the step 1000 / 127, about 8. All other numbers are
 # within half a step of 0 and become 0. Float8 numbers near 0 are closer
 # together: the smallest above 0 is ``2**-9``. Half of it, times the scale of
-# 1000 / 448, is about 0.002, and only smaller numbers become 0 (in the
-# interpreter, which rounds differently, a few more).
+# 1000 / 448, is about 0.002. Only smaller numbers become 0: of 1023, two may be
+# expected (in the interpreter, which rounds differently, a few more).
 
 # %%
 # How large may a block be?
@@ -373,10 +374,11 @@ if __name__ == "__main__":
 # four matrices of 256 x 1024 numbers: *Gaussian*, much as weights are, with a
 # standard deviation of 0.001; *uniform*, from 0 to 0.001; *Student's t*, with
 # heavy tails; and *outliers*, Gaussian with one column in a hundred 50 times
-# larger, as in activations of language models. PyTorch quantizes them: only
-# values have 8 bits, the rest is float64. From left to right, blocks (of rows x
-# columns) get smaller; a column, 256 x 1, is there for comparison. The error is
-# the root mean square of ``values * scale - x``, divided by that of ``x``.
+# larger, as in activations of language models. No kernel here: plain PyTorch,
+# with scales in float64, so that only the 8 bits of values cause errors. From
+# left to right, blocks (of rows x columns) get smaller; a column, 256 x 1, is
+# there for comparison. The error is the root mean square of ``values * scale -
+# x``, divided by that of ``x``.
 
 if __name__ == "__main__":
     draw_errors(four_matrices(generator))
@@ -386,18 +388,19 @@ if __name__ == "__main__":
 #   ``2**-10``, half the smallest above 0, do: nearly all of the uniform ones.
 # * *float8:* a number is off by a sixteenth of itself at most, unless it is
 #   near 0. So the size of a block hardly matters, except with outliers, which
-#   make most of the error. The largest number of a block has none, as it
-#   becomes 448: in a small block often an outlier, in a column one of 256.
+#   make most of the error. The largest number of a block becomes 448, without
+#   an error. In a small block, that is often the only outlier. In a column of
+#   outliers it is one of 256.
 # * *int8:* the largest number of a block sets the step, and each number may be
-#   off by half of it. So small blocks help wherever a few numbers are large,
+#   off by half a step. So small blocks help wherever a few numbers are large,
 #   and a column helps where outliers fill columns.
 #
 # A product ``x @ w`` adds up along a row of ``x`` and a column of ``w``, and a
 # scale can leave the sum only if all terms share it. So each row of ``x`` and
 # each column of ``w`` has a scale: element ``[i, j]`` of the product is the sum
 # over values, times ``x_scale[i] * w_scale[j]``. A scale for a column of ``x``
-# cannot leave the sum: a product has no use for it. ``torch.nn.Linear.weight``
-# is ``w.T``: ``quantize_rows(linear.weight)`` gives each column of ``w`` a
+# cannot leave the sum: a product has no use for it. A ``torch.nn.Linear`` holds
+# ``w.T``, so ``quantize_rows(linear.weight)`` gives each column of ``w`` a
 # scale. With 1 x 128, a scale multiplies the sum of 128 terms.
 #
 # Scales take memory: with 1 x 32 an eighth of what the values take, with
@@ -496,20 +499,22 @@ from triton_gallery_ops.quantize import quantize
 # The result
 # ----------
 #
-# Groups of 128, to float8, in matrices as in *How fast?*: ``2**28`` bfloat16
-# numbers. *Triton* is the op, *Triton, this page* is ``quantize_groups``, and
-# *PyTorch's best* the faster of PyTorch and ``torch.compile`` at each length.
-# One length, 2880, is no multiple of 128: there PyTorch pads the rows,
-# ``group_kernel`` masks them, and the run compares values, too. Triton's
-# division may differ from PyTorch's in the last bits, so a number about half
-# way between two float8 numbers may become either. Last come rows of 256 again,
-# with a scale each: ``row_kernel`` beside ``group_kernel`` with GROUP 256 and a
-# tile of (16, 256), so 16 whole rows a program.
+# Groups of 128, to float8, in matrices of ``2**28`` bfloat16 numbers. *Triton*
+# is the op, and *Triton, this page* is ``quantize_groups``. 2880 is no multiple
+# of 128: there PyTorch pads the rows, and ``group_kernel`` masks them.
 #
-# The chart is of GPU time. Below it is the CPU time of a call: how long Python
-# takes to launch it. A call among many takes the longer of the two. Where that
-# is the CPU time, as with small matrices, choose by CPU time, or put the calls
-# into a CUDA graph (``cuda_graphs.py``).
+# GB/s count the time on the GPU alone. The CPU time of a call, below the chart,
+# is how long Python takes until the GPU has its work. Calls in a row each take
+# the longer of the two. Where that is the CPU time, and for small matrices it
+# is, a kernel that is faster on the GPU gains nothing: launch by a CUDA graph
+# (``cuda_graphs.py``), or take the function whose CPU time is less.
+#
+# Of the lines that are printed, *PyTorch's best* is the faster of PyTorch and
+# ``torch.compile`` at each length. The count is of 300 rows of 2880: Triton's
+# division may differ from PyTorch's in the last bits, so a number about half
+# way between two float8 numbers may become either. The last two are of rows of
+# 256, with a scale each: ``row_kernel``, then ``group_kernel`` with a tile of
+# (16, 256) and a GROUP of 256, so that a program takes 16 rows.
 
 SIZES = [512, 768, 1024, 2880, 4096, 7168, 11008, 16384]
 OURS = {
@@ -554,9 +559,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Write a kernel and run its cell: ``check`` says whether the kernel is right.
 # No GPU is needed.
 #
-# **1.** Round the scale of ``row_kernel`` up to a power of two. Then
-# multiplying by it is exact, and a byte holds its exponent. Use ``tl.log2``,
-# ``tl.ceil`` and ``tl.exp2``.
+# **1.** With the arguments of ``row_kernel``, round its scale up to a power of
+# two. Then multiplying by it is exact, and a byte holds its exponent. Use
+# ``tl.log2``, ``tl.ceil`` and ``tl.exp2``.
 
 power_kernel = None  # your kernel
 
