@@ -17,6 +17,9 @@ Differences that a patched model has on purpose:
 - With a causal mask, padding attends to nothing. In the library, padding at the
   right attends to the tokens before it. Nothing else depends on that.
 - There are no second derivatives.
+- Without gradients, and unless compiled or captured, calls with few tokens, as
+  in generating text, have PyTorch's own norms, units and attention: such a call
+  takes as long as its CPU time, and that of an op is longer.
 
 The library's own attention computes dropout in training, several sequences
 packed into a row, masks of four dimensions, position biases, and
@@ -141,6 +144,8 @@ ATTENTION = (
 OPTIONS = "position_bias", "head_mask"
 ROW = 8192  # elements of a row that the norms take in every dtype
 HEAD = 256  # the largest head that the attentions take
+FEW = 256  # rows up to which the CPU time of a call decides
+KEYS = 2**24  # elements of keys up to which it does so in attention
 
 
 @dataclass
@@ -192,18 +197,33 @@ def _one_dtype(x, weight):
     return x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type)
 
 
+def _few(x):
+    """Return whether a call with x takes as long as its CPU time."""
+    return (
+        not torch.is_grad_enabled()
+        and not is_tracing(x)  # or capturing
+        and not torch.is_autocast_enabled(x.device.type)
+        and x.numel() <= FEW * x.shape[-1]
+    )
+
+
 def _forward_rms_norm(self, hidden_states):
-    if not _one_dtype(hidden_states, self.weight):
-        return super(_Patched, self).forward(hidden_states)
-    return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+    x, eps = hidden_states, self.variance_epsilon
+    if not _one_dtype(x, self.weight):
+        return super(_Patched, self).forward(x)
+    if _few(x):
+        return nn.functional.rms_norm(x, x.shape[-1:], self.weight, eps)
+    return rms_norm(x, self.weight, eps)
 
 
 def _forward_gemma_norm(self, x):
+    if _few(x):
+        return super(_Patched, self).forward(x)
     return rms_norm(x, self.weight, self.eps, offset=1.0)
 
 
 def _forward_layer_norm(self, input):
-    if not _one_dtype(input, self.weight):
+    if not _one_dtype(input, self.weight) or _few(input):
         return super(_Patched, self).forward(input)
     return layer_norm(input, self.weight, self.bias, self.eps)
 
@@ -263,6 +283,8 @@ class _Down(torch.autograd.Function):
 
 
 def _forward_swiglu(self, x):
+    if _few(x):
+        return super(_Patched, self).forward(x)
     activation = ACTIVATIONS[_activation(self.config)]
     gate, up, down = self.gate_proj(x), self.up_proj(x), self.down_proj
     if _is_product(down) and _keeps(gate, up, down.weight):
@@ -742,6 +764,10 @@ def _attention(
         causal = queries > 1 and is_causal
         if causal and keys > queries:  # a static cache at its start
             key, value = key[:, :, :queries], value[:, :, :queries]
+        if _few(query) and key.numel() <= KEYS:
+            given = query, key, value, None
+            options = {"is_causal": causal, "scaling": scaling}
+            return sdpa_attention_forward(module, *given, **options)
         given = query, key, value, causal, scaling
         if _keeps(query, key, value):
             return _Attend.apply(*given)[0], None

@@ -9,7 +9,7 @@ import pickle
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -88,10 +88,13 @@ def hf(interpreted: None) -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def ops(hf: ModuleType) -> ModuleType:
-    """Return the module under test."""
+def ops(hf: ModuleType) -> Iterator[ModuleType]:
+    """Yield the module under test, with which few tokens go to the ops, too."""
     assert hf
-    return importlib.import_module("triton_gallery_ops.transformers")
+    module = importlib.import_module("triton_gallery_ops.transformers")
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(module, "FEW", 0)
+        yield module
 
 
 @pytest.fixture(scope="module")
@@ -586,6 +589,40 @@ def test_ops_are_called(pair: Callable[[str], tuple[Any, Any]], kind: str) -> No
     padded = expected - {"flash_attention"} | {"varlen_attention_forward"}
     assert ops_of(patched, input_ids=tokens(), attention_mask=mask_of("left")) == padded
     assert ops_of(model, input_ids=tokens()) == set()
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_few_tokens_go_to_pytorch(
+    pair: Callable[[str], tuple[Any, Any]], ops: ModuleType, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    model, patched = pair(kind)
+    rows = BATCH * LENGTH * model.config.num_attention_heads  # of heads: the most that a call has
+    all_ops = ops_of(patched, input_ids=tokens())
+    kept = {"rope", "moe_layer_with_activations", "varlen_attention_forward"}
+    monkeypatch.setattr(ops, "FEW", rows)
+    with torch.no_grad():
+        assert ops_of(patched, input_ids=tokens()) == all_ops & kept
+        torch.testing.assert_close(patched(tokens()).logits, model(tokens()).logits, **TIGHT)
+        options = {"max_new_tokens": 3, "do_sample": False, "attention_mask": mask_of("left")}
+        if kind in CAUSAL:
+            assert torch.equal(patched.generate(tokens(), **options), model.generate(tokens(), **options))
+        with torch.autocast(DEVICE, torch.bfloat16):
+            assert ops_of(patched, input_ids=tokens()) == all_ops
+        monkeypatch.setattr(ops, "FEW", BATCH * LENGTH - 1)
+        assert ops_of(patched, input_ids=tokens()) == all_ops
+    monkeypatch.setattr(ops, "FEW", rows)
+    with Called() as called:  # and gradients
+        patched(tokens())
+    assert {NORMS[kind], "varlen_attention_forward" if kind == "gemma2" else "flash_attention"} <= called.ops
+
+
+def test_many_keys_go_to_the_op(
+    pair: Callable[[str], tuple[Any, Any]], ops: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops, "FEW", 1000)
+    monkeypatch.setattr(ops, "KEYS", 10)
+    with torch.no_grad():
+        assert ops_of(pair("llama")[1], input_ids=tokens()) == {"flash_attention", "rope"}
 
 
 ATTENTION = {"flash_attention, varlen_attention": 2}
