@@ -39,8 +39,8 @@ Fused RMSNorm and SwiGLU with FP8 quantization
 A linear layer in 8 bits wants its input in 8 bits, with scales. That input
 comes from an RMSNorm or from a SwiGLU, so the kernel that computes it can also
 quantize it, while the row is in registers. Inference engines do this between
-matrix products. These kernels are for inference: a backward would need the norm
-in 16 bits, too, and they do not store it.
+matrix products. These kernels are for inference: training would also need the
+norm in 16 bits, which they do not store.
 
 After this page you can
 
@@ -165,9 +165,8 @@ if __name__ == "__main__":
 # ----------------
 #
 # As in any RMSNorm, ``r`` is one over the root mean square. But ``y`` stays in
-# registers: its largest magnitude gives the scale, and ``y`` is multiplied by
-# the scale's inverse. Two kernels would store ``y`` in the dtype of ``x``. So
-# this one rounds ``y`` to that dtype and back, as vLLM and TensorRT-LLM do.
+# registers, where its largest magnitude gives the scale. Two kernels would
+# store ``y`` in the dtype of ``x``, so this one rounds it to that and back.
 
 
 @triton.jit
@@ -200,7 +199,7 @@ def norm_kernel(
 def norm_and_quantize(x, weight, eps=EPS, dtype=E4M3, MAX=448.0):
     """Return the norm divided by its scales (one for a row), and the scales."""
     M, N = x.shape
-    assert 0 < N <= 16384  # 16 warps at most: AMD's have 64 threads, 1024 fit
+    assert 0 < N <= 16384  # 16 warps: on AMD 16 * 64 = 1024 threads, the most
     assert weight.shape == (N,)
     assert torch.finfo(dtype).max >= MAX  # no int8: a cast drops the fraction
     x, weight = x.contiguous(), weight.contiguous()
@@ -217,11 +216,12 @@ def norm_and_quantize(x, weight, eps=EPS, dtype=E4M3, MAX=448.0):
 # Is it right?
 # ------------
 #
-# 1. The arithmetic: the numbers are random, and values stay in float32.
-# 2. The cast to float8, in PyTorch and here. As Triton's interpreter may round
-#    wrongly, nothing needs rounding: ``x * r`` is 1 or -1, weights are float8.
+# 1. The arithmetic: numbers are random, and values stay in float32.
+# 2. The cast to float8, in PyTorch and here. Triton's interpreter may round it
+#    wrongly, so each value is a float8 already: ``x * r`` is 1 or -1, weights
+#    are float8 numbers, the largest of them is 448, and so the scale is 1.
 # 3. The rounding of ``y``: weights are larger by under half a bfloat16 step,
-#    which rounding takes away. A kernel that forgets it has larger scales.
+#    which it removes. A kernel that does not round has larger scales and fails.
 
 
 def compare(values, scales, exact, allowed=0.01, MAX=448):
@@ -323,18 +323,21 @@ def prepare(x, GROUP, dtype, MAX):
     return values, scales, {"BLOCK_N": BLOCK_N, "num_warps": warps}
 
 
-# %% ``GROUP`` is a power of two. For one scale a row, pass ``GROUP=BLOCK_N`` to
+# %%
+# ``GROUP`` is a power of two. For one scale a row, pass ``GROUP=BLOCK_N`` to
 # ``store_groups``, and ``N`` as the group to ``prepare``: masked elements are
 # 0, which changes no maximum. For int8, pass ``MAX=127.0``; halves are rounded
 # up, where ``torch.round`` takes them to even numbers.
 #
 # *Your own kernel:* compute ``y``, with 0 in masked elements, round it to the
-# dtype of ``x``, and call ``store_groups``, as the next two kernels do;
-# ``norm_kernel`` could end so, too. In a LayerNorm, load the bias with
-# ``other=0.0``, and set ``x - mean`` to 0 in masked elements before its squares
-# are added up: ``tl.where(mask, x - mean, 0.0)``. Another gate than SwiGLU's is
-# another line for ``y``, with ``tl.erf`` for the exact GELU. NaN is ignored, so
-# in int8 a row with NaN looks valid; the op gives it a NaN scale.
+# dtype of ``x``, and call ``store_groups``, as the next two kernels do. For
+# RMSNorm by groups, end ``norm_kernel`` as ``swiglu_kernel`` ends. In a
+# LayerNorm, load the bias with ``other=0.0``, and set ``x - mean`` to 0 in
+# masked elements before its squares are added up:
+# ``tl.where(mask, x - mean, 0.0)``. Another gate than SwiGLU's is another line
+# for ``y``; the exact GELU is ``0.5 * gate * (1 + tl.erf(gate * 0.5**0.5))``.
+# NaN is ignored, so in int8 a row with NaN looks valid; the op gives it a NaN
+# scale.
 
 # %%
 # Add the residual, too
@@ -411,11 +414,13 @@ if __name__ == "__main__":
 #
 # SwiGLU makes the input of the second product in a feed-forward layer:
 # ``silu(gate) * up``, where ``silu(x)`` is ``x * sigmoid(x)``. The kernel
-# computes this as its ``y``, rounds it once, as a kernel that stores SwiGLU
-# does, and calls ``store_groups``. (PyTorch's two operators also round
-# ``silu(gate)``.) A row has ``cdiv(N, GROUP)`` scales. ``compare_groups``, in
-# *Imports, device and measurement helpers*, compares as ``compare`` does, by
-# groups of 128, after it has filled up the last one with zeros.
+# computes this as its ``y``, rounds it once, as a SwiGLU kernel that stores it
+# would, and calls ``store_groups``. (PyTorch's two operators also round
+# ``silu(gate)``.) No sum runs over the row, so a program could take a part of
+# it, of whole groups; the op does so. A row has ``cdiv(N, GROUP)`` scales.
+# ``compare_groups``, in *Imports, device and measurement helpers*, compares as
+# ``compare`` does, by groups of 128, after it has filled up the last one with
+# zeros.
 
 
 @triton.jit
@@ -509,14 +514,15 @@ if __name__ == "__main__":
 # splits such rows into two blocks.
 #
 # GB/s count the time on the GPU alone. The CPU time of a call is below the
-# chart. With few rows it decides, unless a CUDA graph launches the kernel: take
-# ``norm_and_quantize`` there if you need no option of the op.
+# chart. With few rows it decides, unless a CUDA graph launches the kernel: with
+# few rows and no graph, take ``norm_and_quantize`` if you need no option of the
+# op.
 #
-# Of the lines that are printed, *PyTorch's best* is the faster of PyTorch and
-# ``torch.compile`` at each length. The last two count values. Kernels may sum a
-# row in different orders, so ``r`` may differ in its last bit. Then a ``y``
-# about half way between two bfloat16 numbers may become either, and its value
-# the neighboring float8 number.
+# In the printed lines, *PyTorch's best* is the faster of PyTorch and
+# ``torch.compile`` at each length. The last two count values that differ from
+# those of two ops. Kernels may sum a row in different orders, so ``r`` may
+# differ in its last bit. Then a ``y`` about half way between two bfloat16
+# numbers may become either, and its value the neighboring float8 number.
 
 SIZES = [1024, 2048, 2880, 4096, 5120, 7168, 12288, 16384]
 ROW = 1, -1  # rows x columns that share a scale; -1 is all

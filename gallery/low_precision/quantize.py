@@ -275,8 +275,8 @@ def quantize_rows(x, dtype=E4M3):
 # times a power of two for each row. The kernel must find that power as the
 # scale, and the error must be 0. The second rounds to int8: neighbors are one
 # scale (a *step*) apart, so it allows half a step. The third compares rounding
-# to float8 with PyTorch's, on a GPU alone: Triton's interpreter rounds some
-# numbers wrongly (1.97 becomes 1, not 2).
+# to float8 with PyTorch's, only on a GPU: Triton's interpreter rounds some
+# numbers wrongly (1.97 to 1, as a carry is lost).
 
 
 def exact_rows(M, N, largest=448):
@@ -341,8 +341,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     print("GB/s", table.to_string(), sep="\n")
 
 # %%
-# At N = 256, a program has only 512 bytes to read. In the kernel for groups,
-# below, a program takes several rows.
+# At N = 256, a program reads only 512 bytes. In the kernel for groups, below,
+# it takes several rows; the last lines of *The result* compare the two.
 #
 # Break it: one outlier
 # ---------------------
@@ -362,8 +362,8 @@ if __name__ == "__main__":
 # In int8, the outlier makes the step 1000 / 127, about 8. All other numbers are
 # within half a step of 0 and become 0. Float8 numbers near 0 are closer
 # together: the smallest above 0 is ``2**-9``. Half of it, times the scale of
-# 1000 / 448, is about 0.002. Only smaller numbers become 0: of 1023, two may be
-# expected (in the interpreter, which rounds differently, a few more).
+# 1000 / 448, is about 0.002. Only smaller numbers become 0, two of 1023 on
+# average (in the interpreter, which rounds differently, a few more).
 
 # %%
 # How large may a block be?
@@ -389,8 +389,8 @@ if __name__ == "__main__":
 # * *float8:* a number is off by a sixteenth of itself at most, unless it is
 #   near 0. So the size of a block hardly matters, except with outliers, which
 #   make most of the error. The largest number of a block becomes 448, without
-#   an error. In a small block, that is often the only outlier. In a column of
-#   outliers it is one of 256.
+#   an error. In a small block, it is often the only outlier. A column of
+#   outliers has 255 others.
 # * *int8:* the largest number of a block sets the step, and each number may be
 #   off by half a step. So small blocks help wherever a few numbers are large,
 #   and a column helps where outliers fill columns.
@@ -401,7 +401,8 @@ if __name__ == "__main__":
 # over values, times ``x_scale[i] * w_scale[j]``. A scale for a column of ``x``
 # cannot leave the sum: a product has no use for it. A ``torch.nn.Linear`` holds
 # ``w.T``, so ``quantize_rows(linear.weight)`` gives each column of ``w`` a
-# scale. With 1 x 128, a scale multiplies the sum of 128 terms.
+# scale. With 1 x 128, the sum is taken in parts of 128 terms, and each part is
+# multiplied by its scales.
 #
 # Scales take memory: with 1 x 32 an eighth of what the values take, with
 # 1 x 128 a thirty-second. We take 128 as a compromise.
@@ -503,13 +504,14 @@ from triton_gallery_ops.quantize import quantize
 # is the op, and *Triton, this page* is ``quantize_groups``. 2880 is no multiple
 # of 128: there PyTorch pads the rows, and ``group_kernel`` masks them.
 #
-# GB/s count the time on the GPU alone. The CPU time of a call, below the chart,
-# is how long Python takes until the GPU has its work. Calls in a row each take
-# the longer of the two. Where that is the CPU time, and for small matrices it
-# is, a kernel that is faster on the GPU gains nothing: launch by a CUDA graph
-# (``cuda_graphs.py``), or take the function whose CPU time is less.
+# GB/s count the time on the GPU alone: 805 MB at 4000 GB/s take 201 us. Below
+# the chart is the CPU time of a call: how long Python takes until the GPU has
+# its work. When calls follow one another, each takes the longer of the two, so
+# compare them. Where that is the CPU time, a faster kernel gains nothing:
+# launch it by a CUDA graph (``cuda_graphs.py``), or take a function with less
+# CPU time.
 #
-# Of the lines that are printed, *PyTorch's best* is the faster of PyTorch and
+# In the printed lines, *PyTorch's best* is the faster of PyTorch and
 # ``torch.compile`` at each length. The count is of 300 rows of 2880: Triton's
 # division may differ from PyTorch's in the last bits, so a number about half
 # way between two float8 numbers may become either. The last two are of rows of
