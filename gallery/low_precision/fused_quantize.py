@@ -47,7 +47,7 @@ After this page you can
 * count the bytes that a fused kernel saves, before you write it;
 * quantize a row inside the kernel that computes it, with a scale for the row or
   for groups of 128;
-* round in a fused kernel where separate kernels would round.
+* round where separate kernels would, so that a fused one has the same results.
 """
 
 # sphinx_gallery_tags = ["quantization", "float8", "fusion", "memory bound"]
@@ -324,22 +324,6 @@ def prepare(x, GROUP, dtype, MAX):
 
 
 # %%
-# ``GROUP`` is a power of two. For one scale a row, pass ``GROUP=BLOCK_N`` to
-# ``store_groups``, and ``N`` as the group to ``prepare``: masked elements are
-# 0, which changes no maximum. For int8, pass ``MAX=127.0``; halves are rounded
-# up, where ``torch.round`` takes them to even numbers.
-#
-# *Your own kernel:* compute ``y``, with 0 in masked elements, round it to the
-# dtype of ``x``, and call ``store_groups``, as the next two kernels do. For
-# RMSNorm by groups, end ``norm_kernel`` as ``swiglu_kernel`` ends. In a
-# LayerNorm, load the bias with ``other=0.0``, and set ``x - mean`` to 0 in
-# masked elements before its squares are added up:
-# ``tl.where(mask, x - mean, 0.0)``. Another gate than SwiGLU's is another line
-# for ``y``; the exact GELU is ``0.5 * gate * (1 + tl.erf(gate * 0.5**0.5))``.
-# NaN is ignored, so in int8 a row with NaN looks valid; the op gives it a NaN
-# scale.
-
-# %%
 # Add the residual, too
 # ---------------------
 #
@@ -417,7 +401,7 @@ if __name__ == "__main__":
 # computes this as its ``y``, rounds it once, as a SwiGLU kernel that stores it
 # would, and calls ``store_groups``. (PyTorch's two operators also round
 # ``silu(gate)``.) No sum runs over the row, so a program could take a part of
-# it, of whole groups; the op does so. A row has ``cdiv(N, GROUP)`` scales.
+# it, some of its groups; the op does so. A row has ``cdiv(N, GROUP)`` scales.
 # ``compare_groups``, in *Imports, device and measurement helpers*, compares as
 # ``compare`` does, by groups of 128, after it has filled up the last one with
 # zeros.
@@ -471,6 +455,24 @@ if __name__ == "__main__":
     compare_groups(*swiglu_and_quantize(large, small), 64 * small.double())
 
 # %%
+# Your own kernel
+# ---------------
+#
+# Compute ``y``, with 0 in masked elements, round it to the dtype of ``x``, and
+# call ``store_groups``, as these two kernels do. For RMSNorm by groups, end
+# ``norm_kernel`` as ``swiglu_kernel`` ends. For one scale a row, give
+# ``store_groups`` the whole block as its group, and ``prepare`` the row, ``N``,
+# as ``residual_kernel`` and its function do. For int8, pass ``MAX=127.0``;
+# halves are rounded up, where ``torch.round`` takes them to even numbers.
+#
+# In a LayerNorm, load the bias with ``other=0.0``, and set ``x - mean`` to 0 in
+# masked elements before its squares are added up:
+# ``tl.where(mask, x - mean, 0.0)``. Another gate than SwiGLU's is another line
+# for ``y``; the exact GELU is ``0.5 * gate * (1 + tl.erf(gate * 0.5**0.5))``.
+# NaN is ignored, so in int8 a row with NaN looks valid; the op gives it a NaN
+# scale. Check with ``compare`` in float32: it expects ``y`` unrounded.
+
+# %%
 # The op
 # ------
 #
@@ -514,9 +516,9 @@ if __name__ == "__main__":
 # splits such rows into two blocks.
 #
 # GB/s count the time on the GPU alone. The CPU time of a call is below the
-# chart. With few rows it decides, unless a CUDA graph launches the kernel: with
-# few rows and no graph, take ``norm_and_quantize`` if you need no option of the
-# op.
+# chart. With few rows the CPU time decides, unless a CUDA graph launches the
+# kernel: with few rows and no graph, take ``norm_and_quantize`` if you need no
+# option of the op.
 #
 # In the printed lines, *PyTorch's best* is the faster of PyTorch and
 # ``torch.compile`` at each length. The last two count values that differ from

@@ -226,8 +226,8 @@ if __name__ == "__main__":
 # infinite inverse. So no scale is below ``2.0**-126``, the smallest normal
 # float32. A cast to int8 cuts the fraction off, so the kernel rounds first:
 # ``floor(v + 0.5)``, where halves go up; ``torch.round`` takes them to even
-# numbers. As the scale is rounded, a value may come out just above 448 or 127.
-# Rounding takes it back: no clamp.
+# numbers. As the scale is rounded, a value may come out just above 448 or 127,
+# but its rounding to 8 bits takes it back: no clamp.
 
 
 @triton.jit
@@ -362,8 +362,9 @@ if __name__ == "__main__":
 # In int8, the outlier makes the step 1000 / 127, about 8. All other numbers are
 # within half a step of 0 and become 0. Float8 numbers near 0 are closer
 # together: the smallest above 0 is ``2**-9``. Half of it, times the scale of
-# 1000 / 448, is about 0.002. Only smaller numbers become 0, two of 1023 on
-# average (in the interpreter, which rounds differently, a few more).
+# 1000 / 448, is about 0.002. Only smaller numbers become 0: two of 1023 on
+# average, by chance none or a few (more in the interpreter, which rounds
+# differently).
 
 # %%
 # How large may a block be?
@@ -384,8 +385,8 @@ if __name__ == "__main__":
     draw_errors(four_matrices(generator))
 
 # %%
-# * *No scale:* in int8 all of these numbers become 0. In float8 those below
-#   ``2**-10``, half the smallest above 0, do: nearly all of the uniform ones.
+# * *No scale:* in int8 all of these numbers become 0. In float8 numbers below
+#   ``2**-10`` (half the smallest above 0) do, nearly all of the uniform ones.
 # * *float8:* a number is off by a sixteenth of itself at most, unless it is
 #   near 0. So the size of a block hardly matters, except with outliers, which
 #   make most of the error. The largest number of a block becomes 448, without
@@ -399,10 +400,10 @@ if __name__ == "__main__":
 # scale can leave the sum only if all terms share it. So each row of ``x`` and
 # each column of ``w`` has a scale: element ``[i, j]`` of the product is the sum
 # over values, times ``x_scale[i] * w_scale[j]``. A scale for a column of ``x``
-# cannot leave the sum: a product has no use for it. A ``torch.nn.Linear`` holds
-# ``w.T``, so ``quantize_rows(linear.weight)`` gives each column of ``w`` a
-# scale. With 1 x 128, the sum is taken in parts of 128 terms, and each part is
-# multiplied by its scales.
+# cannot leave the sum, and would have to go into ``w``. ``torch.nn.Linear``
+# holds ``w.T``, so ``quantize_rows(linear.weight)`` gives each column of ``w``
+# a scale. With 1 x 128, the sum is taken in parts of 128 terms, and each part
+# is multiplied by its scales.
 #
 # Scales take memory: with 1 x 32 an eighth of what the values take, with
 # 1 x 128 a thirty-second. We take 128 as a compromise.
