@@ -17,8 +17,8 @@ Differences that a patched model has on purpose:
 - With a causal mask, padding attends to nothing. In the library, padding at the
   right attends to the tokens before it. Nothing else depends on that.
 - There are no second derivatives.
-- Without gradients, and unless compiled or captured, calls with few tokens, as
-  in generating text, have PyTorch's own norms, units and attention: such a call
+- Without gradients, and unless compiled, calls with few tokens, as in
+  generating text, have PyTorch's own norms, units and attention: such a call
   takes as long as its CPU time, and that of an op is longer.
 
 The library's own attention computes dropout in training, several sequences
@@ -198,10 +198,14 @@ def _one_dtype(x, weight):
 
 
 def _few(x):
-    """Return whether a call with x takes as long as its CPU time."""
+    """Return whether a call with x takes as long as its CPU time.
+
+    So does one that a CUDA graph captures: as the call before it that warmed up
+    what it launches.
+    """
     return (
         not torch.is_grad_enabled()
-        and not is_tracing(x)  # or capturing
+        and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled(x.device.type)
         and x.numel() <= FEW * x.shape[-1]
     )
