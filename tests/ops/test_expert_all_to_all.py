@@ -252,7 +252,9 @@ for turn in range(3):
     out = p.combine(experts, weights, places)
     torch.testing.assert_close(out, p.combine_torch(expected, weights, back))
 assert p.late.item() == 0
-before = p.rows.clone(), p.pads.clone()
+pad = p.KEPT[1][p.RANK].view(torch.int32)
+assert pad.data_ptr() == p.pads[p.RANK]
+before = p.rows.clone(), pad.clone()
 wrong = (x.half(), experts), (x, experts.long()), (x[:, 1:], experts), (x, experts[:, :1])
 for given in (*wrong, (x.repeat(9, 1), experts.repeat(9, 1))):
     refused = False
@@ -262,12 +264,18 @@ for given in (*wrong, (x.repeat(9, 1), experts.repeat(9, 1))):
         refused = True
     assert refused
 p.meet_ranks()  # and nothing was sent
-assert torch.equal(before[0], p.rows) and torch.equal(before[1], p.pads)
+assert torch.equal(before[0], p.rows) and torch.equal(before[1], pad)
 p.meet_ranks()
 if p.RANK == 0:
     p.TRIES = 100
     p.gpu_barrier()  # where no other rank comes
 assert p.late.item() == (p.RANK == 0 and p.RANKS > 1)
+p.meet_ranks()
+if p.RANK == 0:  # again alone, with the most that other ranks' counts can be on its pad
+    pad[p.RANKS :] = max(p.TOKENS) * p.k
+    _, ends, places = p.dispatch(*p.make_inputs(8)[:2])
+    assert 0 <= places.min() and places.max() < p.CAPACITY, places
+    assert ends.max() == p.CAPACITY, ends
 p.meet_ranks()
 """
 
