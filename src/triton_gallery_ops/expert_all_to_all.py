@@ -728,8 +728,9 @@ def expert_all_to_all_combine(
     The result is (T, hidden) of the same dtype: token t is the sum over j, from
     0 to k - 1, of ``weights[t, j]`` times the result of choice j. A choice of
     no expert adds nothing. Where the row of a choice did not fit into the
-    capacity of its rank, the token is NaN, and where a rank did not come to a
-    barrier, all are.
+    capacity of its rank, the token is NaN, and where this rank waited in vain
+    for another, all are. The other may have come later: its results may then be
+    wrong without being NaN, so no rank's count.
 
     Deterministic, without a gradient: the order of the sum is that of the
     choices. Other ranks make the call as well, also with no tokens. Raises
@@ -748,7 +749,9 @@ def expert_all_to_all_combine(
 def expert_all_to_all_check(memory: ExpertAllToAllMemory) -> None:
     """Raise RuntimeError if a call with this memory lost rows, or a rank.
 
-    It waits for the GPU: call it where a program waits anyway.
+    It waits for the GPU: call it where a program waits anyway. A rank that
+    waited in vain for another raises, but not one that came too late, so call
+    it on all ranks, and stop all of them where one raises.
     """
     needed, late = memory.state.tolist()
     if late:
