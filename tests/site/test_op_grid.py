@@ -34,6 +34,7 @@ def test_speed_is_the_median_over_the_sizes() -> None:
     assert text(op_grid._line(backward)).startswith("backward 2.00")
     assert op_grid._conditions([forward, backward]) == "bfloat16, median of 3 sizes"
     assert op_grid._conditions([item(is_page=True, dtype="")]) == "median of 3 sizes of the lesson"
+    assert op_grid._conditions([item(is_fresh=False)]) == "bfloat16, median of 3 sizes, of older code"
 
 
 def test_one_size_is_named() -> None:
@@ -93,6 +94,9 @@ def test_records_show_every_op_somewhere() -> None:
     assert list(by_op) == [op.name for recipe in RECIPES if (op := op_of(recipe))]
     for op, of_gpus in by_op.items():
         assert all(main == headline(main) and main[0].is_fresh for main in of_gpus.values()), op
+    for op, of_gpus in op_grid.speeds(env, or_older=True).items():
+        assert of_gpus | by_op[op] == of_gpus, op
+        assert all(len({item.is_fresh for item in main}) == 1 for main in of_gpus.values()), op
     lessons = performance._lessons(env)
     assert lessons
     assert not {page.removeprefix("recipes/") for page in lessons} & {recipe.key for recipe in RECIPES if op_of(recipe)}

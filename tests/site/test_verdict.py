@@ -153,7 +153,10 @@ def test_headline_is_the_op_itself_on_the_device_of_its_page() -> None:
     backward = item("backward")
     found = headline([page, *works, item("backward", environment=H100), backward, item("forward", is_fresh=False)])
     assert [(one.kind, one.environment.name) for one in found] == [("forward", "Test H200"), ("backward", "Test H200")]
-    assert headline([page, item(is_fresh=False)]) == [page]
+    older = item(is_fresh=False)
+    assert headline([page, older]) == headline([page, older], or_older=True) == [page]
+    assert headline([older]) == []
+    assert headline([older], or_older=True) == [older]
     assert [one.kind for one in headline([item("loss"), item("float32, loss"), item("loss and gradients")])] == [
         "loss",
         "loss and gradients",

@@ -150,14 +150,21 @@ def tenth(ratios: Sequence[float]) -> float:
     return sorted(ratios)[len(ratios) // 10]
 
 
-def headline(items: Sequence[Summary]) -> list[Summary]:
+def headline(items: Sequence[Summary], or_older: bool = False) -> list[Summary]:
     """Return the benchmarks that stand for an op: its forward, then the same with the gradients if it was measured.
 
     They are of the present code and one device: beside other libraries if that was measured, else those of its page.
     Among devices, that of its page comes first; among works, the op itself.
+
+    Args:
+        items: the benchmarks.
+        or_older: whether those of older code stand for an op that has none of the present code.
     """
     device = next((item.environment.name for item in items if item.is_page), "")
-    fresh = [item for item in items if item.is_fresh and (item.fastest or item.over(item.table.of_roof))]
+    known = [item for item in items if item.fastest or item.over(item.table.of_roof)]
+    fresh = [item for item in known if item.is_fresh]
+    if or_older and not fresh:
+        fresh = known
     if not fresh:
         return []
 

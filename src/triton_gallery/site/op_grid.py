@@ -13,7 +13,7 @@ from triton_gallery.figures.ratios import Summary, headline, summaries
 from triton_gallery.recipe.declaration import declaration
 from triton_gallery.site import page_context, verdict
 from triton_gallery.site.freshness import depends_on
-from triton_gallery.site.render import html, of_gpu, op_link, paragraph, where
+from triton_gallery.site.render import html, of_gpu, older, op_link, paragraph, where
 
 PYTORCH = "PyTorch"
 UNMEASURED = "not measured on this GPU"
@@ -24,7 +24,8 @@ ABOUT = (
     "are the GPU's, without the launch. PyTorch is eager; the best other is at each size the fastest of PyTorch, "
     "torch.compile and the libraries that were measured. The roof is a copy, an addition or a matrix product of "
     "the vendor's library with as many bytes or operations. Sizes at which the GPU had to wait for the CPU are left "
-    "out. An op's page has the worst and the best size, and the CPU time of a call."
+    "out. Where it says so, figures are of older code: an op's file has changed since. An op's page has the worst and "
+    "the best size, and the CPU time of a call."
 )
 
 
@@ -37,17 +38,18 @@ class OpGridDirective(SphinxDirective):
         return [paragraph(ABOUT), *grid(self.env)]
 
 
-def speeds(env: BuildEnvironment) -> dict[str, dict[str, list[Summary]]]:
+def speeds(env: BuildEnvironment, or_older: bool = False) -> dict[str, dict[str, list[Summary]]]:
     """Return for each op and each GPU the benchmarks that stand for the op: its forward, then its backward.
 
-    They are of the present code. An op without one on a GPU lacks that GPU.
+    They are of the present code, or else of older code if that is asked for. An op without one on a GPU lacks that GPU.
     """
     records, rows, recipes = page_context.records(env), page_context.beside_libraries(env), page_context.recipes(env)
     by_op: dict[str, dict[str, list[Summary]]] = {}
     for op, page in page_context.ops(env).items():
         items = list(summaries(records.of(recipes[page]), rows, recipes[page]))
         names = sorted({item.environment.name for item in items})
-        of_gpus = {name: headline([item for item in items if item.environment.name == name]) for name in names}
+        by_gpu = {name: [item for item in items if item.environment.name == name] for name in names}
+        of_gpus = {name: headline(of_gpu, or_older) for name, of_gpu in by_gpu.items()}
         by_op[op] = {name: main for name, main in of_gpus.items() if main}
     return by_op
 
@@ -66,7 +68,7 @@ def choice(names: Sequence[str]) -> nodes.Node:
 
 def grid(env: BuildEnvironment) -> list[nodes.Node]:
     """Return the menu of the GPUs, and a list of the ops for each section."""
-    by_op, lessons = speeds(env), page_context.ops(env)
+    by_op, lessons = speeds(env, or_older=True), page_context.ops(env)
     names = gpus(by_op)
     grids: list[nodes.Node] = [choice(names)] if names else []
     instead = take_instead(env)
@@ -118,10 +120,10 @@ def _name(item: Summary) -> str:
 
 
 def _conditions(main: Sequence[Summary]) -> str:
-    """Return in which dtype and at which sizes the benchmarks of an op were measured."""
+    """Return in which dtype, at which sizes and with which code the benchmarks of an op were measured."""
     sizes = dict.fromkeys(map(_sizes, main))
     dtypes = dict.fromkeys(item.dtype for item in main if item.dtype)
-    return ", ".join([*dtypes, " and ".join(sizes)])
+    return ", ".join([*dtypes, " and ".join(sizes)]) + older(all(item.is_fresh for item in main))
 
 
 def _sizes(item: Summary) -> str:
@@ -134,4 +136,5 @@ def _sizes(item: Summary) -> str:
 
 def shown(env: BuildEnvironment) -> object:
     """Return what the grid shows; for `freshness.depends_on`."""
-    return speeds(env), take_instead(env), [page_context.op_title(env, op) for op in page_context.ops(env)]
+    titles = [page_context.op_title(env, op) for op in page_context.ops(env)]
+    return speeds(env, or_older=True), take_instead(env), titles
