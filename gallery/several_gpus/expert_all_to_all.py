@@ -209,8 +209,8 @@ def judge_load(kernel):
 # sorted by sender, then by expert; a last, stable sort orders them by expert.
 #
 # Of two ranks, let rank 1, the receiver, have experts A and B. Sender 0 has 3
-# choices of A and 1 of B; sender 1, the receiver itself, has 4 of rank 0's
-# experts and 2 of A. On the receiver, ``theirs`` is 3, 1, 2, 0, and rows arrive
+# choices of A and 1 of B; sender 1, the receiver itself, has 5 of rank 0's
+# experts, then 2 of A. On the receiver, ``theirs`` is 3, 1, 2, 0, and rows come
 # as A A A B A A: ``by_expert`` is 0, 1, 2, 4, 5, 3, and ``ends`` is 5, 6.
 
 ON_GPU = DEVICE.type == "cuda"
@@ -289,13 +289,13 @@ def send(x, experts, places, table, BLOCK=2048):
 #    row at the receiver      0  1  2  3  4  5
 #    expert                   A  A  A  A  A  B
 #    sender                   0  0  0  1  1  0
-#    position at the sender   0  1  2  4  5  3
+#    position at the sender   0  1  2  5  6  3
 #
 # At the receiver, an expert's rows begin at row ``start``. The first ``lower``
 # of them are from lower ranks; this sender's come next. At the sender, sorted
 # choices of the expert begin at position ``start_here``. So the choice at
 # position ``inverse`` goes to row ``base + inverse``, where ``base`` is ``start
-# + lower - start_here``. For A and sender 1, that is 0 + 3 - 4 = -1.
+# + lower - start_here``. For A and sender 1, that is 0 + 3 - 5 = -2.
 
 
 def places_torch(experts):
@@ -370,26 +370,28 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ``dispatch_torch`` has the CPU wait for the counts (``tolist``), and after
 # ``send`` the CPU waited for all ranks (``meet_ranks``). Now kernels wait for
 # counts and rows, and the CPU waits for nothing. Each rank has a *pad* in
-# symmetric memory: a flag for each rank, then E counts from each rank, that of
-# rank s for expert e in element ``RANKS + s * E + e``. One program writes this
-# rank's counts to all pads, waits at a barrier, and computes a ``base`` for
-# each of the E experts from its own pad.
+# symmetric memory: first a flag for each rank, then E counts from each rank.
+# Rank s's count for expert e is element ``RANKS + s * E + e``. One program
+# writes this rank's counts to all pads, waits at a barrier, and computes a
+# ``base`` for each of the E experts from its own pad.
 #
 # The barrier, ``meet``, is that of ``peer_memory.py``: set this rank's flag on
 # every pad from 0 to 1, then wait for each flag on its own pad and clear it. A
 # rank that finds its flag on a pad still 1 waits until the pad's owner has
 # cleared it, so two barriers in a row do not mix. A rank that sees a flag by
 # ``acquire`` sees all that the other rank wrote before it set that flag by
-# ``release``. Only one thread sets and reads flags. The ``tl.debug_barrier``
-# before makes it wait for all warps' stores; the one after makes all warps wait
-# for it. ``tl.pointer_type(tl.int32)`` makes an address a pointer to int32.
+# ``release``. Only one thread sets and reads flags. The first
+# ``tl.debug_barrier`` of ``meet`` makes it wait for all warps' stores; the last
+# makes all warps wait for it. ``tl.pointer_type(tl.int32)`` makes an address a
+# pointer to int32.
 #
 # A rank that failed must not keep the other GPUs busy forever, so ``meet``
 # counts its tries. When none is left, ``late`` becomes 1, and the kernel goes
 # on. From then on, ranks may be at different barriers, and results of any rank
-# may be wrong, also where ``late`` is 0. Use none, and have all ranks begin
-# again with new memory. ``dispatch`` does not read ``late``, as the CPU would
-# have to wait: read it yourself, on every rank, for example every 100 steps.
+# may be wrong, also where ``late`` is 0. ``dispatch`` does not read it, as the
+# CPU would have to wait: every 100 steps, say, take its maximum over all ranks
+# (``dist.all_reduce``). If that is 1, use no result since the check before, and
+# have all ranks begin again with new memory.
 
 
 @triton.jit
@@ -432,13 +434,13 @@ def gpu_barrier():
 
 
 # %%
-# This rank may send to any expert, so ``plan_kernel`` computes a ``base`` for
-# all E. It begins at -``start_here``, and the loop over sources adds the counts
+# ``base`` begins at -``start_here``, and the loop over sources adds the counts
 # of lower ranks. The last loop adds ``start``: rows are numbered from 0 on each
 # rank, so the cumsum runs over one rank's experts at a time. After a rank was
-# late, a pad may have counts of two calls, whose sum may exceed CAPACITY. We
-# limit ``ends`` to it: no row is past its expert's end, so even then no kernel
-# stores or loads outside ``rows`` and ``returned``.
+# late, a pad may have counts of two calls, whose sum may exceed CAPACITY. So we
+# limit ``ends``. One expert's counts add up to CAPACITY at most, so ``start``
+# is not below 0, and no row is past its expert's end: no kernel stores or loads
+# outside ``rows`` and ``returned``.
 #
 # ``dispatch`` and ``combine``, like ``send``, are for this page's H, E, k and
 # LOCAL, and for its memory.

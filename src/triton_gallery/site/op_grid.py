@@ -38,10 +38,10 @@ class OpGridDirective(SphinxDirective):
         return [paragraph(ABOUT), *grid(self.env)]
 
 
-def speeds(env: BuildEnvironment, or_older: bool = False) -> dict[str, dict[str, list[Summary]]]:
+def speeds(env: BuildEnvironment) -> dict[str, dict[str, list[Summary]]]:
     """Return for each op and each GPU the benchmarks that stand for the op: its forward, then its backward.
 
-    They are of the present code, or else of older code if that is asked for. An op without one on a GPU lacks that GPU.
+    They are of the present code, or else of older code. An op without one on a GPU lacks that GPU.
     """
     records, rows, recipes = page_context.records(env), page_context.beside_libraries(env), page_context.recipes(env)
     by_op: dict[str, dict[str, list[Summary]]] = {}
@@ -49,7 +49,7 @@ def speeds(env: BuildEnvironment, or_older: bool = False) -> dict[str, dict[str,
         items = list(summaries(records.of(recipes[page]), rows, recipes[page]))
         names = sorted({item.environment.name for item in items})
         by_gpu = {name: [item for item in items if item.environment.name == name] for name in names}
-        of_gpus = {name: headline(of_gpu, or_older) for name, of_gpu in by_gpu.items()}
+        of_gpus = {name: headline(of_gpu, or_older=True) for name, of_gpu in by_gpu.items()}
         by_op[op] = {name: main for name, main in of_gpus.items() if main}
     return by_op
 
@@ -68,7 +68,7 @@ def choice(names: Sequence[str]) -> nodes.Node:
 
 def grid(env: BuildEnvironment) -> list[nodes.Node]:
     """Return the menu of the GPUs, and a list of the ops for each section."""
-    by_op, lessons = speeds(env, or_older=True), page_context.ops(env)
+    by_op, lessons = speeds(env), page_context.ops(env)
     names = gpus(by_op)
     grids: list[nodes.Node] = [choice(names)] if names else []
     instead = take_instead(env)
@@ -137,4 +137,4 @@ def _sizes(item: Summary) -> str:
 def shown(env: BuildEnvironment) -> object:
     """Return what the grid shows; for `freshness.depends_on`."""
     titles = [page_context.op_title(env, op) for op in page_context.ops(env)]
-    return speeds(env, or_older=True), take_instead(env), titles
+    return speeds(env), take_instead(env), titles

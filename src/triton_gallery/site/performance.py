@@ -16,7 +16,7 @@ from triton_gallery.figures.measurements import Measurement, all_recorded
 from triton_gallery.figures.ratios import BESIDE, Over, Summary, summaries
 from triton_gallery.site import deferred, op_grid, page_context, render
 from triton_gallery.site.freshness import depends_on
-from triton_gallery.site.render import html, of_gpu, op_link, page_link, paragraph, table
+from triton_gallery.site.render import html, of_gpu, older, op_link, page_link, paragraph, table
 from triton_gallery.site.verdict import label
 
 PAGE = "performance"
@@ -34,12 +34,11 @@ class PerformanceDirective(SphinxDirective):
         depends_on(self.env, shown)
         by_op = op_grid.speeds(self.env)
         gpus = op_grid.gpus(by_op)
-        parts = [op_grid.choice(gpus)] if gpus else [paragraph("No op has been measured in its present code yet.")]
+        parts = [op_grid.choice(gpus)] if gpus else [paragraph("No op has been measured yet.")]
         for gpu in gpus:
             rows = [_row(op, gpu, main) for op, of_gpus in by_op.items() if (main := of_gpus.get(gpu))]
-            about = paragraph(
-                nodes.strong("", gpu), f": {len(rows)} of {len(by_op)} ops measured in their present code"
-            )
+            fresh = sum(main[0].is_fresh for of_gpus in by_op.values() if (main := of_gpus.get(gpu)))
+            about = paragraph(nodes.strong("", gpu), f": {fresh} of {len(by_op)} ops measured in their present code")
             of_table = table(COLUMNS, rows, "performance", "sortable", "filterable")
             parts += of_gpu(gpu, [about, of_table], hidden=gpu != gpus[0])
         csv_link, json_link = (nodes.reference("", kind.upper(), refuri=f"{PAGE}.{kind}") for kind in ("csv", "json"))
@@ -69,9 +68,9 @@ def _row(op: str, gpu: str, main: Sequence[Summary]) -> list[render.Parts]:
 
 
 def _workload(item: Summary) -> str:
-    """Return the dtype of a benchmark, and its variant if it is not the op itself."""
+    """Return the dtype of a benchmark, its variant if it is not the op itself, and whether the code is older."""
     variant = item.variant.removeprefix(item.dtype).strip(", ")
-    return ", ".join(filter(None, [item.dtype or "the lesson's sizes", variant]))
+    return ", ".join(filter(None, [item.dtype or "the lesson's sizes", variant])) + older(item.is_fresh)
 
 
 def _bar(roof: Over | None) -> render.Parts:
@@ -113,9 +112,10 @@ def write(app: Sphinx) -> None:
         old.unlink()
     for op, page in page_context.ops(env).items():
         tables: dict[str, list[dict[str, Any]]] = {}
-        items = summaries(records.of(recipes[page]), rows, recipes[page])
+        items = [*summaries(records.of(recipes[page]), rows, recipes[page])]
+        fresh = {item.environment.name for item in items if item.is_fresh}
         for item in sorted(items, key=lambda item: item.is_page):  # those that the op's line sums up come first
-            if item.is_fresh:
+            if item.is_fresh or item.environment.name not in fresh:
                 tables.setdefault(item.environment.name, []).append(_sizes(item))
         (folder / f"{op}.js").write_text(deferred.script(tables), encoding="ascii")
 
@@ -125,5 +125,5 @@ def _sizes(item: Summary) -> dict[str, Any]:
     frame = render.benchmark(item.table)
     where = "the lesson's sizes" if item.is_page else BESIDE
     words = dict.fromkeys([*label(item).split(", "), item.dtype, where, item.date[:10]])
-    title = ", ".join(filter(None, words))
+    title = ", ".join(filter(None, words)) + older(item.is_fresh)
     return {"title": title, "columns": frame.columns, "rows": frame.rows, "notes": render.clocks(item.table)}
