@@ -47,7 +47,7 @@ After this page you can
 * count the bytes that a fused kernel saves, before you write it;
 * quantize a row inside the kernel that computes it, with a scale for the row or
   for groups of 128;
-* round where separate kernels would, so that a fused one has the same results.
+* round where separate kernels round, so that results agree with theirs.
 """
 
 # sphinx_gallery_tags = ["quantization", "float8", "fusion", "memory bound"]

@@ -18,8 +18,9 @@ Differences that a patched model has on purpose:
   right attends to the tokens before it. Nothing else depends on that.
 - There are no second derivatives.
 - Without gradients, and unless compiled, calls with few tokens, as in
-  generating text, have PyTorch's own norms, units and attention: such a call
-  takes as long as its CPU time, and that of an op is longer.
+  generating text, have PyTorch's own norms, units and attention, where that is
+  one operator or two: such a call takes as long as its CPU time, and that of an
+  op is longer.
 
 The library's own attention computes dropout in training, several sequences
 packed into a row, masks of four dimensions, position biases, and
@@ -200,8 +201,8 @@ def _one_dtype(x, weight):
 def _few(x):
     """Return whether a call with x takes as long as its CPU time.
 
-    So does one that a CUDA graph captures: as the call before it that warmed up
-    what it launches.
+    A call that a CUDA graph captures goes the way of the call before it, which
+    warmed up: otherwise an op would be compiled during the capture.
     """
     return (
         not torch.is_grad_enabled()
@@ -221,8 +222,6 @@ def _forward_rms_norm(self, hidden_states):
 
 
 def _forward_gemma_norm(self, x):
-    if _few(x):
-        return super(_Patched, self).forward(x)
     return rms_norm(x, self.weight, self.eps, offset=1.0)
 
 

@@ -599,6 +599,7 @@ def test_few_tokens_go_to_pytorch(
     rows = BATCH * LENGTH * model.config.num_attention_heads  # of heads: the most that a call has
     all_ops = ops_of(patched, input_ids=tokens())
     kept = {"rope", "moe_layer_with_activations", "varlen_attention_forward"}
+    kept |= {"rms_norm"} if kind in ("gemma", "gemma2") else set()  # whose norm is ten operators in the library
     monkeypatch.setattr(ops, "FEW", rows)
     with torch.no_grad():
         assert ops_of(patched, input_ids=tokens()) == all_ops & kept

@@ -34,7 +34,10 @@ def test_speed_is_the_median_over_the_sizes() -> None:
     assert text(op_grid._line(backward)).startswith("backward 2.00")
     assert op_grid._conditions([forward, backward]) == "bfloat16, median of 3 sizes"
     assert op_grid._conditions([item(is_page=True, dtype="")]) == "median of 3 sizes of the lesson"
-    assert op_grid._conditions([item(is_fresh=False)]) == "bfloat16, median of 3 sizes, of older code"
+    older = item(is_fresh=False)
+    assert op_grid._conditions([older]) == "bfloat16, median of 3 sizes, of older code"
+    assert performance._workload(older) == "bfloat16, of older code"
+    assert performance._sizes(older)["title"] == performance._sizes(item())["title"] + ", of older code"
 
 
 def test_one_size_is_named() -> None:
