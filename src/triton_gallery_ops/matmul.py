@@ -13,6 +13,7 @@ gradients of any order.
 
 import math
 from functools import cache, lru_cache, partial
+from itertools import product
 
 import torch
 import triton
@@ -44,29 +45,38 @@ MATMUL_TILES = {
     2: [
         (128, 256, 64, 8, 3),
         (128, 128, 64, 8, 3),
+        (128, 64, 64, 4, 4),
         (64, 128, 64, 4, 3),
-        (64, 64, 128, 4, 3),
         (64, 64, 64, 4, 3),
+        (64, 32, 128, 4, 4),
+        (16, 128, 128, 4, 3),
     ],
     4: [(128, 128, 16, 8, 3), (64, 64, 32, 4, 3), (32, 32, 32, 4, 3)],
     8: [(64, 64, 16, 4, 3), (32, 32, 16, 4, 3)],
 }
-MATMUL_NARROW = [(64, 64, 128, 8, 3), (32, 64, 128, 4, 3)]  # 2 bytes a load
+MATMUL_NARROW = [  # where 2 bytes are a load
+    (64, 64, 128, 8, 3),
+    (64, 64, 64, 4, 5),
+    (64, 32, 128, 8, 4),
+    (32, 64, 128, 4, 3),
+]
 MATMUL_PARTS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48
 MATMUL_RESIDENT = 4  # programs of pointers that a multiprocessor runs at once
 # What a plan of half precision counts, in microseconds of an H200. Fitted to
-# 806 timed plans of 28 products. In these, (64, 64, 128) of narrow loads had
-# four warps, with which it spills in some layouts.
-MATMUL_COSTS = {  # by the way, and for pointers by the width of their loads
-    #        begin, a product, an edge's element, a step, and its least time
-    "engine": (8.0, 8.3e-8, 1.7e-5, 0.07, 0.0),
-    "wide": (7.4, 2.5e-7, 2.6e-5, 0.0, 0.56),
-    "narrow": (7.4, 2.5e-7, 6e-5, 0.0, 2.2),
+# 744 timed plans of 48 products, drawn by other seeds than its benchmark's.
+MATMUL_COSTS = {
+    # begin, a product, an edge's element, a step, a tile, an element of it
+    "engine": (7.2, 2.2e-7, 8.4e-6, 0.07, 0.43, 4.1e-5),
+    "pointers": (6.0, 0.0, 2.8e-5, 0.0, 0.0, 8.9e-5),
 }
-MATMUL_MEMORY = 3.9e6  # bytes
-MATMUL_ADD = 4.0  # the launch that adds the parts
-MATMUL_PART = 1.5e-6  # to write and to add an element of a part
-MATMUL_COPY = 4.0, 2.9e6  # to begin a copy, and its bytes
+# What pointers take more, divided by the elements of a load or a store
+MATMUL_LOAD = 8.8e-5  # an edge's element
+MATMUL_STEP = 0.82  # a step takes as long at least
+MATMUL_STORE = 5.9e-5  # a tile's element
+MATMUL_MEMORY = 3e6  # bytes
+MATMUL_ADD = 5.2  # the launch that adds the parts
+MATMUL_PART = 1.2e-6  # to write and to add an element of a part
+MATMUL_COPY = 3.4, 4.9e6  # to begin a copy, and its bytes
 MATMUL_TF32 = 2**27  # products from which TF32 goes through the engine
 
 
@@ -190,16 +200,18 @@ def _matmul_gpu(device):
     return has_engine, gpu.multi_processor_count
 
 
-def _matmul_time(M, N, K, tile, parts, way, processors):
+def _matmul_time(M, N, K, tile, parts, way, vecs, processors):
     """Return the time with a tile and parts, and how the work is divided.
 
     That is how many tiles are whole, how many come after these, in how many
     parts each of the latter is summed, and the steps of a part. Returns None
-    if the work has no such parts.
+    if the work has no such parts. ``vecs`` are the elements of a load of a and
+    of b.
     """
     m, n, k = tile[:3]
-    begin, product, edge, step, least = MATMUL_COSTS[way]
-    resident = 1 if way == "engine" else MATMUL_RESIDENT
+    begin, multiply, edge, step, each, element = MATMUL_COSTS[way]
+    by_engine = way == "engine"
+    resident = 1 if by_engine else MATMUL_RESIDENT
     tiles, steps = triton.cdiv(M, m) * triton.cdiv(N, n), triton.cdiv(K, k)
     of_part = triton.cdiv(steps, parts)
     tail = tiles % (resident * processors) if parts > 1 else 0
@@ -208,17 +220,28 @@ def _matmul_time(M, N, K, tile, parts, way, processors):
         or triton.cdiv(steps, of_part) != parts
     ):
         return None
-    busy = k * (product * m * n + edge * (m + n)) + step
+    edges, least, vec_c = edge * (m + n), 0.0, math.gcd(N, 8)
+    if not by_engine:
+        edges += MATMUL_LOAD * (m / vecs[0] + n / vecs[1])
+        least = MATMUL_STEP / min(vecs)
+    if not by_engine or vec_c < 8:
+        element += MATMUL_STORE / vec_c
+    busy = k * (multiply * m * n + edges) + step
     together = max(1, min(resident, 2**15 // (m * n)))
 
-    def run(programs, steps):
+    def run(programs, steps, store):
         # Programs of one multiprocessor wait for memory at the same time.
-        rounds, rest = divmod(triton.cdiv(programs, processors), together)
+        own = triton.cdiv(programs, processors)
+        rounds, rest = divmod(own, together)
         last = max(least, rest * busy) if rest else 0
-        return steps * (rounds * max(least, together * busy) + last)
+        time = steps * (rounds * max(least, together * busy) + last)
+        return time + own * store
 
-    time = run(tiles - tail, steps) + run(tail * parts, of_part)
-    time = begin + max(time, 2 * (M * K + K * N + M * N) / MATMUL_MEMORY)
+    time = run(tiles - tail, steps, each + m * n * element)
+    time += run(tail * parts, of_part, each)
+    # The longer of computing and of memory counts most.
+    memory = 2 * (M * K + K * N + M * N) / MATMUL_MEMORY
+    time = begin + math.hypot(time, memory)
     if parts == 1:
         return time, (tiles, 0, 1, 0)
     time += MATMUL_ADD + MATMUL_PART * tail * parts * m * n
@@ -226,7 +249,9 @@ def _matmul_time(M, N, K, tile, parts, way, processors):
 
 
 @lru_cache(4096)
-def _matmul_plan(M, N, K, way, tiles, copied, engine_tiles, processors, shared):
+def _matmul_plan(
+    M, N, K, vecs, tiles, copied, engine_tiles, processors, shared
+):
     """Return whether the engine is faster than pointers, and the plan.
 
     ``copied`` is how long the copies take that the engine needs.
@@ -234,14 +259,16 @@ def _matmul_plan(M, N, K, way, tiles, copied, engine_tiles, processors, shared):
     stages = {t: _persistent_matmul_stages(t, 2, shared) for t in engine_tiles}
     taken = [t for t in engine_tiles if stages[t] >= PERSISTENT_MATMUL_STAGES]
     choices = []
-    for kind, some, more in ((way, tiles, 0.0), ("engine", taken, copied)):
-        for tile in some:
-            for parts in MATMUL_PARTS:
-                found = _matmul_time(M, N, K, tile, parts, kind, processors)
-                if found:
-                    choices.append((more + found[0], kind, tile, found[1]))
-    _, kind, tile, divided = min(choices)
-    by_engine = kind == "engine"
+    for way, some, more in (
+        ("pointers", tiles, 0.0),
+        ("engine", taken, copied),
+    ):
+        for tile, parts in product(some, MATMUL_PARTS):
+            found = _matmul_time(M, N, K, tile, parts, way, vecs, processors)
+            if found:
+                choices.append((more + found[0], way, tile, found[1]))
+    _, way, tile, divided = min(choices)
+    by_engine = way == "engine"
     return by_engine, (tile, stages[tile] if by_engine else tile[4], *divided)
 
 
@@ -275,7 +302,8 @@ def _matmul_choose(a, b, input_precision):
     is_tf32 = a.dtype == torch.float32 and input_precision != "ieee"
     if has_engine and is_tf32 and M * N * K > MATMUL_TF32:
         return True, None
-    narrow = size == 2 and (1, 1) in (_matmul_vec(a), _matmul_vec(b))
+    vecs = max(_matmul_vec(a)), max(_matmul_vec(b))
+    narrow = size == 2 and min(vecs) == 1
     # No edge is longer than the product's, as far as an instruction allows.
     tiles = tuple(
         (_matmul_block(M, m), _matmul_block(N, n), *more)
@@ -285,14 +313,13 @@ def _matmul_choose(a, b, input_precision):
         return False, _persistent_matmul_plan(
             M, N, K, tiles, size, processors, 2**20
         )
-    way = "narrow" if narrow else "wide"
     copied, engine_tiles, shared = 0.0, (), 0
     if has_engine:
         copied = _matmul_copied(a) + _matmul_copied(b)
         engine_tiles = (*PERSISTENT_MATMUL_TILES,)
         shared = _persistent_matmul_gpu(a.device)[1]
     return _matmul_plan(
-        *(M, N, K, way, tiles, copied, engine_tiles, processors, shared)
+        *(M, N, K, vecs, tiles, copied, engine_tiles, processors, shared)
     )
 
 

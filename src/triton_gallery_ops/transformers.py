@@ -206,7 +206,6 @@ def _few(x):
     """
     return (
         not torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled(x.device.type)
         and x.numel() <= FEW * x.shape[-1]
     )

@@ -55,8 +55,8 @@ SIZES += [(130, 200, 1), (1, 1, 1), (128, 256, 128), (127, 255, 63), (64, 64, 32
 KINDS = r"matmul takes matrices of one dtype on one device, not torch\.float32 on"
 SHAPES = r"matmul takes matrices of \(M, K\) and \(K, N\), not "
 # What a way costs, where the engine is to be the cheapest, and where pointers are
-ENGINE = {"engine": (0.0, 0.0, 1.0, 0.0, 0.0), **dict.fromkeys(("wide", "narrow"), (1e9, 0.0, 1.0, 0.0, 0.0))}
-POINTERS = {"engine": ENGINE["wide"], **dict.fromkeys(("wide", "narrow"), ENGINE["engine"])}
+CHEAP, DEAR = ((begin, 0.0, 1.0, 0.0, 0.0, 0.0) for begin in (0.0, 1e9))
+ENGINE, POINTERS = {"engine": CHEAP, "pointers": DEAR}, {"engine": DEAR, "pointers": CHEAP}
 PRODUCT = Case(
     "matmul",
     matrices,
@@ -251,22 +251,22 @@ def test_plan_of_accumulators(taken: ModuleType) -> None:
         assert whole + tail == -(-M // m) * -(-N // n)
         if parts > 1:
             assert (parts - 1) * steps * k < K <= parts * steps * k  # each part has something to sum
-        way, tiles = "wide", taken.MATMUL_TILES[2]
-        if (1, 1) in map(taken._matmul_vec, (a, b)):
-            way, tiles = "narrow", taken.MATMUL_NARROW
+        vecs = tuple(max(taken._matmul_vec(x)) for x in (a, b))
+        tiles = taken.MATMUL_NARROW if min(vecs) == 1 else taken.MATMUL_TILES[2]
         copied = taken._matmul_copied(a) + taken._matmul_copied(b)
         edges = ((taken._matmul_block(M, m), taken._matmul_block(N, n), k) for m, n, k, *_ in tiles)
-        ways = [(way, tile, 0) for tile in edges]
+        ways = [("pointers", tile, 0) for tile in edges]
         ways += [("engine", tile[:3], copied) for tile in taken.PERSISTENT_MATMUL_TILES]
         times = {}
         for (kind, tile, more), some in product(ways, taken.MATMUL_PARTS):
-            if found := taken._matmul_time(M, N, K, tile, some, kind, 132):
+            if found := taken._matmul_time(M, N, K, tile, some, kind, vecs, 132):
                 times[kind, tile, some] = found[0] + more, found[1]
-        chosen = times["engine" if by_engine else way, plan[0][:3], parts]
+        chosen = times["engine" if by_engine else "pointers", plan[0][:3], parts]
         assert chosen[1] == (whole, tail, parts, steps)
         assert chosen[0] == min(time for time, _ in times.values())
-    assert taken._matmul_time(64, 64, 5 * 64, (64, 64, 64), 3, "wide", 132)
-    assert taken._matmul_time(64, 64, 5 * 64, (64, 64, 64), 4, "wide", 132) is None  # the last would sum nothing
+    given = 64, 64, 5 * 64, (64, 64, 64)
+    assert taken._matmul_time(*given, 3, "pointers", (8, 8), 132)
+    assert taken._matmul_time(*given, 4, "pointers", (8, 8), 132) is None  # the last would sum nothing
     # Two rows of many numbers leave most multiprocessors idle, unless their sums are split.
     assert taken._matmul_choose(*lying("nt", 2, 4421, 7031, torch.bfloat16), "ieee")[1][4] > 1
 
@@ -394,7 +394,7 @@ def at_launch(
 
 
 def copies(taken: ModuleType) -> dict[str, tuple[set[str], set[str], bool]]:
-    """Return, for each layout, how many bytes a copy and a store take, and whether Hopper's instruction is there."""
+    """Return, for each layout, how many bytes a copy and a store take, and whether it multiplies copied tiles."""
     results = {}
     for how in LAYOUTS:
         for tile in taken.MATMUL_TILES[2]:
@@ -402,7 +402,8 @@ def copies(taken: ModuleType) -> dict[str, tuple[set[str], set[str], bool]]:
             copied = set(re.findall(r"cp\.async\.\S+ \[.*?\], \[.*?\], (\w+)", text))
             stored = set(re.findall(r"st\.global\.(v\d)\.b32", text))
             loads = len(re.findall(r"ld\.global", text))
-            results[f"{how} {tile}"] = copied, stored, "wgmma" in text and loads == 0
+            multiplied = "wgmma" if tile[0] >= 64 else "mma.sync"  # Hopper's instruction has 64 rows
+            results[f"{how} {tile}"] = copied, stored, multiplied in text and loads == 0
     return results
 
 
@@ -437,9 +438,9 @@ def notes(taken: ModuleType) -> list[str]:
 
 
 def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
-    """Of rows of 8 odd numbers, a thread copies and stores 16 bytes at once, and tensor cores of Hopper multiply."""
+    """Of rows of 8 odd numbers, a thread copies and stores 16 bytes at once, and tensor cores multiply."""
     (results,) = on_h100(gallery / "matmul" / "matmul.py", copies)
-    assert len(results) == 20
+    assert len(results) == 28
     assert all(result == ({"0x10"}, {"v4"}, True) for result in results.values()), results
 
 
