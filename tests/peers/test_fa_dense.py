@@ -123,7 +123,9 @@ def test_dtype_of_sinks(sink_dtype):
     upstream = torch.randn_like(outs[0])
     one, right, rough = (grads(x, (sinks,), upstream)[0] for x in outs)
     assert one.dtype == sink_dtype
-    within(one, right, rough, 3, 2 * arithmetic(right) + 1e-3 * right.abs().max().item(), "gradient of sinks")
+    # Rounding the output and the probabilities to bfloat16 costs up to 1.4 % of it, in 60 drawn problems of this size
+    # that were computed in float32 but for these roundings. PyTorch's error is less than that by luck now and then.
+    within(one, right, rough, 3, 2 * arithmetic(right) + 2e-2 * right.abs().max().item(), "gradient of sinks")
 
 
 CAUSAL = [(1, 239), (3, 799), (127, 512), (127, 513), (113, 203), (128, 217), (113, 211), (108, 256), (256, 512)]

