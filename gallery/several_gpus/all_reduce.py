@@ -20,12 +20,13 @@ A layer that is spread over several GPUs leaves on each GPU a partial sum of the
 whole result. An *all-reduce* adds these tensors up, and every GPU gets the sum.
 Small tensors, as in decoding, cost mostly waiting, and a kernel with a single
 barrier keeps that short. Between hosts, use NCCL; for many megabytes, measure
-NCCL as well.
+NCCL and PyTorch's two shots as well.
 
 After this page you can
 
 * add up tensors of several GPUs in one launch, with equal results on all;
-* choose between one shot and two, by what each reads and waits for;
+* choose between one shot and two, by what each reads and waits for, and by
+  measuring;
 * count barriers on the GPU, so that a CUDA graph can be replayed;
 * notice a rank that does not come.
 """
@@ -278,8 +279,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # %%
 # The GPU run prints the microseconds of a call: the median, and in brackets the
 # 20th and the 80th percentile. Where 16 times the size takes far less than 16
-# times as long, most of the time does not depend on the size. Nor does a
-# barrier's time, and this kernel has two barriers. We remove one.
+# times as long, most of the time does not depend on the size. The two barriers
+# of this kernel may be a part of that. We remove one. (Compare times within a
+# table only: the GPUs' clocks may change between tables.)
 #
 # One barrier
 # -----------
@@ -365,9 +367,9 @@ for N in (1, MANY, 3000):
     check_sum(one_barrier(tensor_of(RANK, N)))
 
 # %%
-# A copy takes longer for a larger tensor, a barrier does not. So leaving out a
-# barrier can pay for small tensors only; the last line of the GPU run says for
-# which. (The times of two barriers are without their copy, to ``x.mine``.)
+# One barrier less saves waiting, but the copy takes longer for a larger tensor.
+# The last line of the GPU run says at which of its sizes one barrier took less
+# time. (The times of two barriers are without their copy, to ``x.mine``.)
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
 
@@ -400,8 +402,9 @@ if __name__ == "__main__":
         say(f"{ranks} ranks: one shot reads {ranks - 1}, two read {two}")
 
 # %%
-# From three ranks on, two shots read less, but they need one more barrier. (The
-# last barrier only protects ``x``; two buffers would replace it.)
+# From three ranks on, two shots read less, but they need one more barrier, and
+# store a slice that others read. (The last barrier only protects ``x``; two
+# buffers would replace it.)
 
 
 @triton.jit
@@ -453,8 +456,9 @@ for N in (RANKS, 999 * RANKS, MANY * RANKS):
     check_sum(two_shots(N))
 
 # %%
-# Two shots pay where reading what they save takes longer than a barrier: for
-# large tensors; with more ranks, from a smaller size on (see the last line).
+# With two ranks, two shots save no reading. With more, they pay where reading
+# what they save takes longer than what they add: for large tensors (see the
+# last line).
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
 
@@ -521,7 +525,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # The result
 # ----------
 #
-# In the chart of the GPU run, *Triton* is ``all_reduce``.
+# In the chart of the GPU run, *Triton* is ``all_reduce``, which copies its
+# tensor first. The others work in symmetric memory, and NCCL and PyTorch's two
+# shots in place. A rate is the bytes of one rank's tensor over the time; the
+# second table has microseconds of a call. A CPU time is that of a graph's
+# replay, divided by its calls.
 
 SIZES = [2**k for k in (12, 14, 16, 18, 19, 20, 22, 24)]
 

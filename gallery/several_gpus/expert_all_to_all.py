@@ -778,10 +778,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 
 # %%
 # What a dispatch takes beyond sending is routing, plan and barriers. The time
-# of float8 includes ``quantize``. Where a call's CPU time exceeds its GPU time,
-# use a CUDA graph. In a combine, *Triton* first copies results to where other
-# ranks read them. In *Triton, in place*, experts have written them there, to
-# ``memory.results``, and the call gets None for ``y``.
+# of float8 includes ``quantize``, so with few tokens it may take longer than 16
+# bits do. Shares and ratios are of GPU times. Where a call's CPU time exceeds
+# its GPU time, use a CUDA graph. In a combine, *Triton* first copies results to
+# where other ranks read them. In *Triton, in place*, experts have written them
+# there, to ``memory.results``, and the call gets None for ``y``.
 #
 # Exercises
 # ---------

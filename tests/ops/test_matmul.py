@@ -20,6 +20,8 @@ from guard import guarded
 from hypothesis import strategies as st
 from inputs import DEVICE, FLOATS, Layout, sizes
 
+import benchmarks.matmul as fitting
+
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # of NumPy's NaN, in the interpreter
 
 LAYOUTS = {"nn": (False, False), "nt": (False, True), "tn": (True, False), "tt": (True, True)}
@@ -269,6 +271,27 @@ def test_plan_of_accumulators(taken: ModuleType) -> None:
     assert taken._matmul_time(*given, 4, "pointers", (8, 8), 132) is None  # the last would sum nothing
     # Two rows of many numbers leave most multiprocessors idle, unless their sums are split.
     assert taken._matmul_choose(*lying("nt", 2, 4421, 7031, torch.bfloat16), "ieee")[1][4] > 1
+
+
+def test_costs_are_fitted(taken: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the times of plans, the benchmark finds the numbers that they were made with, and the best plans again."""
+    for name in ("MATMUL_COSTS", "MATMUL_COPY", *fitting.NAMES):
+        monkeypatch.setattr(taken, name, getattr(taken, name))
+    real, plans = fitting.numbers(taken), []
+    shapes = [(8192, 8192, 1024), (100, 5000, 3000), (8, 4096, 4096), (600, 90, 7000)]
+    ways = [("engine", taken.PERSISTENT_MATMUL_TILES, (1, 10**6)), ("pointers", taken.MATMUL_TILES[2], (0, 0))]
+    for (number, (M, N, K)), (way, tiles, copies), vecs in product(enumerate(shapes), ways, [(1, 8), (8, 8)]):
+        for tile, parts in product(tiles, (1, 2, 4, 8)):
+            if found := taken._matmul_time(M, N, K, tile, parts, way, vecs, 132):
+                told = M, N, K, tile, parts, way, vecs, 132
+                plans.append(fitting.TimedPlan(number, told, copies, found[0]))
+    plans = [replace(plan, us=fitting.counted(taken, plan)) for plan in plans]
+    assert fitting.distance(taken, plans) == 0
+    assert fitting.lost(taken, plans) == [1.0] * len(shapes)
+    fitting.count_with(taken, [number * 1.5 ** (place % 3 - 1) for place, number in enumerate(real)])
+    assert fitting.distance(taken, plans) > 0.1
+    assert fitting.fit(taken, plans) < 0.03
+    assert max(fitting.lost(taken, plans)) < 1.05
 
 
 @pytest.mark.parametrize(
