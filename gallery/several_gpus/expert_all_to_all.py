@@ -66,18 +66,6 @@ def say(*texts, **options):
         print(*texts, **options)
 
 
-def shared(*shape, dtype):
-    """Return this rank's tensor, all zero, and all ranks' addresses.
-
-    All ranks call it in the same order.
-    """
-    parts = shared_bytes(math.prod(shape) * dtype.itemsize)
-    KEPT.append(parts)  # keeps the memory: the table has addresses alone
-    table = torch.tensor([part.data_ptr() for part in parts], device=DEVICE)
-    return parts[RANK].view(dtype).view(shape), table
-
-
-KEPT = []
 generator = torch.Generator().manual_seed(RANK)
 
 
@@ -114,6 +102,20 @@ def check_tokens(x, experts):
     assert experts.is_contiguous()
 
 
+def places_torch(experts):
+    """Return the row of each choice on the rank of its expert."""
+    _, inverse, offsets = moe_routing_permutation(experts, E)
+    own = offsets.diff(prepend=offsets.new_zeros(1))
+    counts = own.new_empty(RANKS, E)
+    dist.all_gather([*counts], own)  # fills the rows of counts
+    total = counts.sum(0).view(RANKS, LOCAL)
+    start = (total.cumsum(1) - total).flatten()  # (E,)
+    lower = counts[:RANK].sum(0)  # (E,)
+    start_here = offsets - own  # (E,)
+    base = start + lower - start_here  # int64, as sums are
+    return base.int()[experts.flatten()] + inverse
+
+
 def combine_torch(y, weights, back):
     """Return the weighted sum of each token's results."""
     by_expert, inverse, sent, got = back
@@ -125,27 +127,9 @@ def combine_torch(y, weights, back):
 
 
 def dispatch_op(x, experts, memory):
-    """Dispatch by the op, as float8 if the memory has scales."""
+    """Dispatch by the op."""
     _, inverse, offsets = moe_routing_permutation(experts, E)
-    is_float8 = memory.scales is not None
-    x, scales = quantize(x, (1, 128)) if is_float8 else (x, None)
-    return expert_all_to_all_dispatch(
-        x, experts, inverse, offsets, memory, scales
-    )
-
-
-def check_float8():
-    """Check that float8 rows arrive with their scales."""
-    x, experts, _ = make_inputs(8)
-    memory = memory_for(8, float8=True)
-    eight, scales, *_ = dispatch_op(x, experts, memory)
-    wide = dequantize(*quantize(x, (1, 128)), (1, 128), DTYPE)
-    expected, *_ = dispatch_torch(wide, experts)
-    n = len(expected)
-    came = dequantize(eight[:n], scales[:n], (1, 128), DTYPE)
-    assert torch.equal(came, expected)
-    expert_all_to_all_check(memory)
-    say("float8 rows arrived with their scales")
+    return expert_all_to_all_dispatch(x, experts, inverse, offsets, memory)
 
 
 def judge(kernel, launch, expected):
@@ -199,19 +183,15 @@ def judge_load(kernel):
 # RANKS processes run this script, one for each GPU; this one is ``RANK``. Each
 # has LOCAL experts: expert e is on rank ``e // LOCAL``. A token has k choices;
 # choice j of token t has the number ``t * k + j``. The gallery's op
-# ``moe_routing_permutation`` sorts choices by expert. Let choices 0, 1 and 2 be
-# of experts 1, 1 and 0. Then ``order`` is 2, 0, 1 (sorted choices), ``inverse``
-# is 1, 2, 0 (each one's position), and ``offsets`` is 1, 3 (each expert's end).
+# ``moe_routing_permutation`` sorts choices by expert: ``order`` lists them,
+# ``inverse`` is each choice's position in that list, and ``offsets`` is where
+# each expert's choices end. For choices of experts 1, 1 and 0, these are
+# (2, 0, 1), (1, 2, 0) and (1, 3).
 #
 # ``all_to_all_single`` moves rows between ranks, one for each choice: a token
 # with two choices on one rank goes there twice, here and in our kernels. The
 # CPU passes how many rows go where, so it waits for the counts. Rows arrive
 # sorted by sender, then by expert; a last, stable sort orders them by expert.
-#
-# Of two ranks, let rank 1, the receiver, have experts A and B. Sender 0 has 3
-# choices of A and 1 of B; sender 1, the receiver itself, has 5 of rank 0's
-# experts, then 2 of A. On the receiver, ``theirs`` is 3, 1, 2, 0, and rows come
-# as A A A B A A: ``by_expert`` is 0, 1, 2, 4, 5, 3, and ``ends`` is 5, 6.
 
 ON_GPU = DEVICE.type == "cuda"
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
@@ -249,13 +229,25 @@ if __name__ == "__main__":
 # The first kernel
 # ----------------
 #
-# ``places[c]`` is the row, on its expert's rank, that choice c goes to. In the
-# top fold, ``shared`` returns this rank's tensor of symmetric memory and
-# ``table``, an int64 tensor on the GPU: the address of every rank's. ``.to``
-# makes an address a pointer like ``x_ptr``, so x needs that memory's dtype. A
-# program loads part of a token's row once and stores it k times. A thread may
-# store 16 bytes at once, since 16 divides H, as Triton sees at the launch, and
-# the address, as ``tl.multiple_of`` promises.
+# ``places[c]`` is the row, on its expert's rank, that choice c goes to.
+# ``table`` is an int64 tensor on the GPU: the address of each rank's memory.
+# ``.to`` makes an address a pointer to numbers of x's dtype. A program loads a
+# part of a token's row once and stores it k times. Triton sees at the launch
+# that 16 divides H, and ``tl.multiple_of`` tells it that 16 divides the
+# address, too. So a thread may store 16 bytes at once.
+
+KEPT = []  # memory of all ranks, which tables do not keep
+
+
+def shared(*shape, dtype):
+    """Return this rank's tensor, all zero, and all ranks' addresses.
+
+    All ranks call it in the same order.
+    """
+    parts = shared_bytes(math.prod(shape) * dtype.itemsize)
+    KEPT.append(parts)
+    table = torch.tensor([part.data_ptr() for part in parts], device=DEVICE)
+    return parts[RANK].view(dtype).view(shape), table
 
 
 @triton.jit
@@ -282,7 +274,10 @@ def send(x, experts, places, table, BLOCK=2048):
 
 
 # %%
-# Which row? Received rows are sorted by expert, then by sender. In the example:
+# Which row? Received rows are sorted by expert, then by sender. Let the
+# receiver, rank 1 of two, have experts A and B. Sender 0 has 3 choices of A and
+# 1 of B. Sender 1, the receiver itself, has 7: 5 of rank 0's experts, then 2 of
+# A. So these are at its positions 5 and 6.
 #
 # .. code-block:: text
 #
@@ -296,21 +291,7 @@ def send(x, experts, places, table, BLOCK=2048):
 # choices of the expert begin at position ``start_here``. So the choice at
 # position ``inverse`` goes to row ``base + inverse``, where ``base`` is ``start
 # + lower - start_here``. For A and sender 1, that is 0 + 3 - 5 = -2.
-
-
-def places_torch(experts):
-    """Return the row of each choice on the rank of its expert."""
-    _, inverse, offsets = moe_routing_permutation(experts, E)
-    own = offsets.diff(prepend=offsets.new_zeros(1))
-    counts = own.new_empty(RANKS, E)
-    dist.all_gather([*counts], own)  # fills the rows of counts
-    total = counts.sum(0).view(RANKS, LOCAL)
-    start = (total.cumsum(1) - total).flatten()  # (E,)
-    lower = counts[:RANK].sum(0)  # (E,)
-    start_here = offsets - own  # (E,)
-    base = start + lower - start_here  # int64, as sums are
-    return base.int()[experts.flatten()] + inverse
-
+# ``places_torch``, in the fold at the top, does this with all ranks' counts.
 
 CAPACITY = RANKS * max(TOKENS) * k  # rows: the most, if all go to one rank
 rows, rows_table = shared(CAPACITY, H, dtype=DTYPE)
@@ -335,7 +316,8 @@ if __name__ == "__main__":
 # ---------
 #
 # Only sending is timed, on all ranks at once: counts are known. *PyTorch* is
-# ``all_to_all_single`` of as many rows. Rates are of the MB above, a mean.
+# ``all_to_all_single`` of as many rows. Rates count what a GPU sends to others
+# on average, the MB printed above, and no rows that stay.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     times_send = {}
@@ -344,7 +326,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         places, (*_, sent, got) = places_torch(few[1]), dispatch_torch(*few)[2]
         times_send[T] = gpu_time(
             {
-                "Triton": partial(send, *few, places, rows_table),
+                "Triton, this page": partial(send, *few, places, rows_table),
                 "PyTorch": partial(
                     dist.all_to_all_single,
                     rows.new_empty(sum(got), H),
@@ -359,9 +341,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     results_send = rate_table(times_send, "tokens", "GB/s", megabytes_sent)
     say(results_send.to_string())
     for T, of in times_send.items():
-        ratio = of["PyTorch"][0] / of["Triton"][0]
-        say(f"{T} tokens, {RANKS} GPUs:", end=" ")
-        say(f"Triton {of['Triton'][0]:.3f} ms, PyTorch / Triton {ratio:.2f}")
+        ours, other = of["Triton, this page"][0], of["PyTorch"][0]
+        say(f"{T} tokens, {RANKS} GPUs: {ours:.3f} ms,", end=" ")
+        say(f"PyTorch / this page {other / ours:.2f}")
 
 # %%
 # Counts that no CPU sees
@@ -370,28 +352,26 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ``dispatch_torch`` has the CPU wait for the counts (``tolist``), and after
 # ``send`` the CPU waited for all ranks (``meet_ranks``). Now kernels wait for
 # counts and rows, and the CPU waits for nothing. Each rank has a *pad* in
-# symmetric memory: first a flag for each rank, then E counts from each rank.
-# Rank s's count for expert e is element ``RANKS + s * E + e``. One program
-# writes this rank's counts to all pads, waits at a barrier, and computes a
-# ``base`` for each of the E experts from its own pad.
+# symmetric memory: a flag for each rank, then E counts from each rank. On two
+# ranks with two experts each:
 #
-# The barrier, ``meet``, is that of ``peer_memory.py``: set this rank's flag on
-# every pad from 0 to 1, then wait for each flag on its own pad and clear it. A
-# rank that finds its flag on a pad still 1 waits until the pad's owner has
-# cleared it, so two barriers in a row do not mix. A rank that sees a flag by
-# ``acquire`` sees all that the other rank wrote before it set that flag by
-# ``release``. Only one thread sets and reads flags. The first
-# ``tl.debug_barrier`` of ``meet`` makes it wait for all warps' stores; the last
-# makes all warps wait for it. ``tl.pointer_type(tl.int32)`` makes an address a
-# pointer to int32.
+# .. code-block:: text
 #
-# A rank that failed must not keep the other GPUs busy forever, so ``meet``
-# counts its tries. When none is left, ``late`` becomes 1, and the kernel goes
-# on. From then on, ranks may be at different barriers, and results of any rank
-# may be wrong, also where ``late`` is 0. ``dispatch`` does not read it, as the
-# CPU would have to wait: every 100 steps, say, take its maximum over all ranks
-# (``dist.all_reduce``). If that is 1, use no result since the check before, and
-# have all ranks begin again with new memory.
+#    rank 1's pad   flag of 0  flag of 1 | 4 counts from 0 | 4 counts from 1
+#
+# One program writes this rank's counts to all pads, waits at a barrier, and
+# computes a ``base`` for each of the E experts from its own pad.
+#
+# The barrier, ``meet``, is that of ``peer_memory.py``. First it sets this
+# rank's flag on every pad from 0 to 1. A flag may still be 1 from the barrier
+# before, until the pad's owner has cleared it; then ``meet`` tries again. So
+# two barriers in a row do not mix. Then it waits for each flag on its own pad
+# and clears it. ``tl.atomic_cas(ptr, 0, 1)`` stores 1 where it finds 0, and
+# returns what it found; ``scope="sys"`` is for other GPUs to see. Who sees a
+# flag by ``acquire`` sees all that the other rank wrote before it set that flag
+# by ``release``. A single thread sets and reads the flags. At the first
+# ``tl.debug_barrier`` it waits for the stores of all other threads of the
+# program, and at the last one they wait for it.
 
 
 @triton.jit
@@ -434,16 +414,22 @@ def gpu_barrier():
 
 
 # %%
-# ``base`` begins at -``start_here``, and the loop over sources adds the counts
-# of lower ranks. The last loop adds ``start``: rows are numbered from 0 on each
-# rank, so the cumsum runs over one rank's experts at a time. After a rank was
-# late, a pad may have counts of two calls, whose sum may exceed CAPACITY. So we
-# limit ``ends``. One expert's counts add up to CAPACITY at most, so ``start``
-# is not below 0, and no row is past its expert's end: no kernel stores or loads
-# outside ``rows`` and ``returned``.
+# A rank that failed must not keep the other GPUs busy forever, so ``meet``
+# counts its tries. When none is left, ``late`` becomes 1, and the kernel goes
+# on. From then on, ranks may be at different barriers, and results of any rank
+# may be wrong, also where ``late`` is 0. ``dispatch`` does not look at
+# ``late``, as the CPU would have to wait. Every 100 steps, say, take the
+# maximum of ``late`` over all ranks. If that is 1, use no result since the
+# check before, and have all ranks begin again with new memory.
+#
+# Now the plan. ``base`` begins at -``start_here``, and the loop over sources
+# adds the counts of lower ranks. The last loop adds ``start``: rows are
+# numbered from 0 on each rank, so the cumsum runs over one rank's experts at a
+# time. (``tl.minimum`` matters after a rank was late: with counts of two calls
+# on its pad, rows would be numbered past the memory.)
 #
 # ``dispatch`` and ``combine``, like ``send``, are for this page's H, E, k and
-# LOCAL, and for its memory.
+# LOCAL, and for its memory. Nothing checks that experts are from 0 to E - 1.
 
 
 @triton.jit
@@ -619,22 +605,18 @@ from triton_gallery_ops.expert_all_to_all import (
 # We pass ``shared_bytes``, so that the page also runs without a GPU.
 
 
-def memory_for(T, float8=False, capacity=None):
+def memory_for(T, capacity=None):
     """Return the op's memory for T tokens of each rank."""
-    dtype = torch.float8_e4m3fn if float8 else DTYPE
-    groups = H // 128 if float8 else 0  # scales of a row
-    sizes = T, k, H, E, dtype, DTYPE, groups, capacity
-    return expert_all_to_all_memory(*sizes, allocate=shared_bytes)
+    return expert_all_to_all_memory(
+        *(T, k, H, E, DTYPE, DTYPE), capacity=capacity, allocate=shared_bytes
+    )
 
 
 # %%
-# Float8 rows, and the layer below, take other ops of this gallery. ``quantize``
-# makes float8 rows, half as many bytes, with a scale for each group of 128
-# elements; ``check_float8``, in the fold at the top, checks that both arrive.
+# The layer below takes two other ops of this gallery.
 
 from triton_gallery_ops.grouped_matmul import grouped_matmul
 from triton_gallery_ops.moe_layer import moe_layer
-from triton_gallery_ops.quantize import dequantize, quantize
 
 # %%
 # A whole layer
@@ -662,7 +644,6 @@ def parallel_layer(x, router, gate_up, down, memory):
 
 
 if __name__ == "__main__":
-    check_float8()
     memory = memory_for(8)
     router, *of_all = layer_weights()
     ours = [w[RANK * LOCAL :][:LOCAL] for w in of_all]
@@ -709,13 +690,14 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ----------
 #
 # The first chart is of dispatch, from chosen experts to rows sorted by expert;
-# the second is of combine. Their label and the printed lines say on how many
-# GPUs. *Triton* is the op, *Triton, this page* is ``dispatch``, and *PyTorch*
-# is ``dispatch_torch`` and, in the fold at the top, ``combine_torch``. *Roof*
-# is the rate of one large copy to the next rank, the same at all sizes.
-# ``gpu_time`` has the GPU sleep before each call, to hide the launch.
-# *PyTorch*'s dispatch waits on the CPU for counts, and so for this sleep, too:
-# its CPU time includes the sleep. *PyTorch / op* is a ratio of GPU times.
+# the second is of combine. *Triton* is the op, *Triton, this page* is
+# ``dispatch``, and *PyTorch* is ``dispatch_torch`` and, in the fold at the top,
+# ``combine_torch``. *Roof* is the rate of one large copy to the next rank, the
+# same at all sizes.
+#
+# ``gpu_time`` has the GPU sleep before each call, to hide the launch. PyTorch's
+# dispatch launches kernels only when the CPU has the counts, after the sleep.
+# So its GPU time includes launches that the others hide.
 
 
 def copy_to_next():
@@ -728,8 +710,7 @@ def copy_to_next():
 if __name__ == "__main__" and DEVICE.type == "cuda":
     most = max(TOKENS)
     memory = memory_for(most, capacity=2 * most * k)
-    memory_float8 = memory_for(most, float8=True, capacity=2 * most * k)
-    times, times_combine, times_float8 = {}, {}, {}
+    times, times_combine = {}, {}
     link = gpu_time({"Roof": copy_to_next()}, prepare=dist.barrier)["Roof"]
     for T in TOKENS:
         x, experts, weights = make_inputs(T)
@@ -740,8 +721,6 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
             "PyTorch": partial(dispatch_torch, x, experts),
         }
         times[T] = gpu_time(calls, prepare=dist.barrier) | roof
-        call = {"float8": partial(dispatch_op, x, experts, memory_float8)}
-        times_float8[T] = gpu_time(call, prepare=dist.barrier)
         y_torch, _, back = dispatch_torch(x, experts)
         y, _, ends, places = dispatch_op(x, experts, memory)
         given = weights, places, ends, memory
@@ -753,8 +732,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         }
         times_combine[T] = gpu_time(calls, prepare=dist.barrier) | roof
         meet_ranks()
-    for used in (memory, memory_float8):
-        expert_all_to_all_check(used)
+    expert_all_to_all_check(memory)
     results = rate_table(times, "tokens", "GB/s", megabytes_sent)
     say("dispatch", results.to_string(), sep="\n")
     results_combine = rate_table(
@@ -764,25 +742,21 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     for name, of in (("dispatch", times), ("combine", times_combine)):
         for T, calls in of.items():
             op, other = calls["Triton"], calls["PyTorch"]
-            rate = megabytes_sent(T) / op[0]
-            say(f"{name}, {T} tokens, {RANKS} GPUs:")
-            say(f"  op: {rate:.0f} GB/s, GPU {op[0]:.3f} ms,", end=" ")
-            say(f"CPU {op[3] / 1e3:.3f} ms")
             waits = " (PyTorch waits for its CPU)" if other[4] else ""
-            say(f"  PyTorch / op, GPU: {other[0] / op[0]:.2f}{waits}")
+            say(f"{name}, {T} tokens: op {op[0]:.3f} ms of the GPU,", end=" ")
+            say(f"{op[3] / 1e3:.3f} of the CPU;", end=" ")
+            say(f"PyTorch / op, GPU: {other[0] / op[0]:.2f}{waits}")
     for T, calls in times.items():
-        share = times_send[T]["Triton"][0] / calls["Triton, this page"][0]
+        ours = "Triton, this page"
+        share = times_send[T][ours][0] / calls[ours][0]
         say(f"{T} tokens: sending is {share:.0%} of this page's dispatch")
-        ratio = times_float8[T]["float8"][0] / calls["Triton"][0]
-        say(f"  float8 / 16 bits, dispatch by the op: {ratio:.2f}")
 
 # %%
-# What a dispatch takes beyond sending is routing, plan and barriers. The time
-# of float8 includes ``quantize``, so with few tokens it may take longer than 16
-# bits do. Shares and ratios are of GPU times. Where a call's CPU time exceeds
-# its GPU time, use a CUDA graph. In a combine, *Triton* first copies results to
-# where other ranks read them. In *Triton, in place*, experts have written them
-# there, to ``memory.results``, and the call gets None for ``y``.
+# What a dispatch takes beyond sending is routing, plan and barriers. Shares and
+# ratios are of GPU times. Where a call's CPU time exceeds its GPU time, use a
+# CUDA graph. In a combine, *Triton* first copies the results to where other
+# ranks read them. For *Triton, in place*, the experts have written them there,
+# into ``memory.results``, and the op is called with None for ``y``.
 #
 # Exercises
 # ---------
