@@ -11,6 +11,7 @@ from triton_gallery.recipe.op import op_of
 (HOPPER,) = (gpu for gpu in GPUS if gpu.key == "sm_90")
 SPILLED = {  # bytes a thread; whether they cost time was not measured
     "_cross_entropy_kernel": 8,
+    "_gluon_attention_backward_kernel": 8,
     "_hopper_attention_kernel": 112,
     "_layer_norm_backward_kernel": 144,
     "_linear_attention_kernel": 24,

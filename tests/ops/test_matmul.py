@@ -543,11 +543,11 @@ BREAKS = [
     ("a load between two rows", "math.gcd(columns, by_row, unit)", "math.gcd(columns, unit)"),
     ("a copy that costs nothing", "return begin + 4 * x.numel() / rate", "return 0 * begin / rate"),
     ("an engine without copies", "copied = _matmul_copied(a) + _matmul_copied(b)", "copied = _matmul_copied(a)"),
-    ("the most time", "_, kind, tile, divided = min(choices)", "_, kind, tile, divided = max(choices)"),
+    ("the most time", "_, way, tile, divided = min(choices)", "_, way, tile, divided = max(choices)"),
     ("parts of nothing", "or triton.cdiv(steps, of_part) != parts", "or of_part != of_part"),
     (
         "programs that do not share",
-        "rounds, rest = divmod(triton.cdiv(programs, processors), together)",
+        "rounds, rest = divmod(own, together)",
         "rounds, rest = 0, 1",
     ),
     ("float32 in TF32", 'a.dtype == torch.float32 and input_precision != "ieee"', "a.dtype == torch.float32"),
