@@ -269,6 +269,9 @@ def test_plan_of_accumulators(taken: ModuleType) -> None:
     given = 64, 64, 5 * 64, (64, 64, 64)
     assert taken._matmul_time(*given, 3, "pointers", (8, 8), 132)
     assert taken._matmul_time(*given, 4, "pointers", (8, 8), 132) is None  # the last would sum nothing
+    tile, rest = (64, 64, 64), (1, "pointers", (8, 8), 132)
+    one, sixteen = (taken._matmul_time(tiles * 132 * 64, 64, 4096, tile, *rest)[0] for tiles in (1, 16))
+    assert 8 * one < sixteen < 16 * one  # a multiprocessor has one tile, or sixteen
     # Two rows of many numbers leave most multiprocessors idle, unless their sums are split.
     assert taken._matmul_choose(*lying("nt", 2, 4421, 7031, torch.bfloat16), "ieee")[1][4] > 1
 
