@@ -598,6 +598,7 @@ def scatter_kernel(
         off_n = (within // tiles_m) * BLOCK_N
         off_x = to * rows + off_m
         part = product(x_desc, w_desc, off_x, off_n)
+        # Stored at once where that rank will add it up
         address = tl.load(buffers_ptr + to)
         out_ptr = address.to(tl.pointer_type(x_desc.dtype))
         out_ptr = tl.multiple_of(out_ptr, 16)

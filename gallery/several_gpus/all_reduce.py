@@ -161,7 +161,7 @@ def one_shot_kernel(
     for start in range(pid * BLOCK, N, programs * BLOCK):
         offs = start + tl.arange(0, BLOCK)  # (BLOCK,)
         acc = tl.zeros((BLOCK,), dtype=tl.float32)
-        for peer in tl.static_range(RANKS):
+        for peer in tl.static_range(RANKS):  # on all ranks in this order
             acc += tl.load(
                 tensor_at(buffers_ptr, peer) + offs, mask=offs < N, other=0.0
             )
@@ -329,6 +329,7 @@ def one_barrier_kernel(
     count = tl.atomic_add(count_ptr, 0, sem="relaxed", scope="sys")
     begin = ((count // RANKS) % 2) * capacity  # of this launch's buffer
     mine_ptr = tensor_at(buffers_ptr, rank)
+    # A program writes the blocks that the same program of each rank reads
     for start in range(first, N, step):
         offs = start + tl.arange(0, BLOCK)  # (BLOCK,)
         given = tl.load(given_ptr + offs, mask=offs < N)
@@ -423,6 +424,7 @@ def two_shot_kernel(
     step = tl.num_programs(axis=0) * BLOCK
     mine_ptr = tensor_at(buffers_ptr, rank) + rank * size
     nan_if_late = meet(pads_ptr, late_ptr, rank, tries, RANKS)
+    # First shot: add up this rank's slice, in place
     for start in range(first, size, step):
         offs = start + tl.arange(0, BLOCK)  # (BLOCK,), in the slice
         acc = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -431,6 +433,7 @@ def two_shot_kernel(
             acc += tl.load(ptr + offs, mask=offs < size, other=0.0)
         tl.store(mine_ptr + offs, acc + nan_if_late, mask=offs < size)
     nan_if_late += meet(pads_ptr, late_ptr, rank, tries, RANKS)  # NaN stays NaN
+    # Second shot: fetch each rank's slice
     for start in range(first, size, step):
         offs = start + tl.arange(0, BLOCK)
         for peer in tl.static_range(RANKS):

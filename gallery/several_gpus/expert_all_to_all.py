@@ -277,7 +277,7 @@ def send(x, experts, places, table, BLOCK=2048):
 # Which row? Received rows are sorted by expert, then by sender. Let the
 # receiver, rank 1 of two, have experts A and B. Sender 0 has 3 choices of A and
 # 1 of B. Sender 1, the receiver itself, has 7: 5 of rank 0's experts, then 2 of
-# A. So these are at its positions 5 and 6.
+# A, which are at its positions 5 and 6.
 #
 # .. code-block:: text
 #
@@ -341,9 +341,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     results_send = rate_table(times_send, "tokens", "GB/s", megabytes_sent)
     say(results_send.to_string())
     for T, of in times_send.items():
-        ours, other = of["Triton, this page"][0], of["PyTorch"][0]
-        say(f"{T} tokens, {RANKS} GPUs: {ours:.3f} ms,", end=" ")
-        say(f"PyTorch / this page {other / ours:.2f}")
+        ms, other = of["Triton, this page"][0], of["PyTorch"][0]
+        say(f"{T} tokens, {RANKS} GPUs: {ms:.3f} ms,", end=" ")
+        say(f"PyTorch / this page {other / ms:.2f}")
 
 # %%
 # Counts that no CPU sees
@@ -425,8 +425,8 @@ def gpu_barrier():
 # Now the plan. ``base`` begins at -``start_here``, and the loop over sources
 # adds the counts of lower ranks. The last loop adds ``start``: rows are
 # numbered from 0 on each rank, so the cumsum runs over one rank's experts at a
-# time. (``tl.minimum`` matters after a rank was late: with counts of two calls
-# on its pad, rows would be numbered past the memory.)
+# time. Only after a rank was late does ``tl.minimum`` matter: its pad may then
+# have counts of two calls, which would number rows past the memory.
 #
 # ``dispatch`` and ``combine``, like ``send``, are for this page's H, E, k and
 # LOCAL, and for its memory. Nothing checks that experts are from 0 to E - 1.
@@ -452,6 +452,7 @@ def plan_kernel(
     inside = (offs > 0) & (offs < E)
     start_here = tl.load(offsets_ptr + offs - 1, mask=inside, other=0)
     own = tl.load(offsets_ptr + offs, mask=offs < E) - start_here  # (BLOCK,)
+    # To all pads, this rank's counts
     for peer in range(RANKS):
         pad_ptr = tl.load(pads_ptr + peer).to(tl.pointer_type(tl.int32))
         tl.store(pad_ptr + RANKS + rank * E + offs, own, mask=offs < E)
@@ -468,6 +469,7 @@ def plan_kernel(
         mask = offs // LOCAL == peer  # the peer's experts
         ends = tl.cumsum(tl.where(mask, total, 0), axis=0)  # on the peer
         ends = tl.minimum(ends, capacity)
+        # Not below 0: one expert's counts add up to capacity at most
         start = ends - total
         tl.store(bases_ptr + offs, base + start, mask=mask)
         if peer == rank:
@@ -542,6 +544,7 @@ def fetch_kernel(
         expert = tl.load(experts_ptr + choice)
         row = tl.load(places_ptr + choice).to(tl.int64)
         y_ptr = tl.load(table_ptr + expert // LOCAL).to(out_ptr.dtype)
+        # Another GPU's memory, or this one's
         y_ptr = tl.multiple_of(y_ptr, 16) + row * H
         y = tl.load(y_ptr + offs, mask=offs < H)
         acc += tl.load(weights_ptr + choice) * y.to(tl.float32)
@@ -747,8 +750,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
             say(f"{op[3] / 1e3:.3f} of the CPU;", end=" ")
             say(f"PyTorch / op, GPU: {other[0] / op[0]:.2f}{waits}")
     for T, calls in times.items():
-        ours = "Triton, this page"
-        share = times_send[T][ours][0] / calls[ours][0]
+        name = "Triton, this page"
+        share = times_send[T][name][0] / calls[name][0]
         say(f"{T} tokens: sending is {share:.0%} of this page's dispatch")
 
 # %%

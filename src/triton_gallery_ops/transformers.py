@@ -204,6 +204,7 @@ def _few(x):
     A call that a CUDA graph captures goes the way of the call before it, which
     warmed up: otherwise an op would be compiled during the capture.
     """
+    # Under torch.compile as well: it fuses PyTorch's operators, not ops.
     return (
         not torch.is_grad_enabled()
         and not torch.is_autocast_enabled(x.device.type)

@@ -297,6 +297,23 @@ def test_costs_are_fitted(taken: ModuleType, monkeypatch: pytest.MonkeyPatch) ->
     assert max(fitting.lost(taken, plans)) < 1.05
 
 
+@pytest.mark.parametrize("how", LAYOUTS)
+def test_plans_that_are_timed(taken: ModuleType, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Each plan that the benchmark would time runs, by both ways, and the op counts a time for it."""
+
+    def clock(calls: dict[Any, Callable[[], None]], *_: Any, **__: Any) -> dict[Any, list[tuple[float, ...]]]:
+        for call in calls.values():
+            call()
+        return {plan: [(0.02,)] for plan in calls}
+
+    monkeypatch.setattr("triton_gallery.bench.time_turns", clock)
+    plans = fitting.timed(taken, 0, *lying(how, 40, 72, 33, torch.float16))
+    assert {plan.told[5] for plan in plans} == {"engine", "pointers"}
+    assert {plan.us for plan in plans} == {20.0}
+    assert all(fitting.counted(taken, plan) > 0 for plan in plans)
+    assert any(plan.copies[0] for plan in plans) == (how != "tn")  # else a or b has rows of 33 numbers
+
+
 @pytest.mark.parametrize(
     ("major", "hip", "has_engine"), [(8, None, False), (9, None, True), (10, None, True), (9, "7", False)]
 )
@@ -420,7 +437,7 @@ def at_launch(
 
 
 def copies(taken: ModuleType) -> dict[str, tuple[set[str], set[str], bool]]:
-    """Return, for each layout, how many bytes a copy and a store take, and whether it multiplies copied tiles."""
+    """Return, for each layout and tile, the bytes of a copy and of a store, and if tensor cores take copies."""
     results = {}
     for how in LAYOUTS:
         for tile in taken.MATMUL_TILES[2]:

@@ -62,13 +62,14 @@ EFFICIENT += [(1, 2048, 8, 32, False, F32, None), (1, 4, 2048, 128, False, F32, 
 
 @each("kind, case", *(("flash", case) for case in FLASH), *(("efficient", case) for case in EFFICIENT))
 def test_against_math(kind, case):
-    """Efficient attention with float32, and causal masks of unequal lengths: query i sees keys 0 to i.
-
-    Probabilities are rounded before they multiply v. In the first rows of a causal mask, which have few of them, that
-    error does not average out, and it is one number for all of a row's gradient of q. PyTorch's tests allow its own
-    kernels 160 and 180 times the tolerance there.
-    """
-    compare(*case, (3 if case[3] % 8 else 1, 10, 2, 2) if kind == "flash" else (1, 10, 12, 1))
+    """Efficient attention with float32, and causal masks of unequal lengths: query i sees keys 0 to i."""
+    of_q = 4 if kind == "flash" else 1.5
+    if case[4] and case[5] == BF16:
+        # Probabilities are rounded before they multiply v. The first rows of a causal mask have few of them, so that
+        # error does not average out; it moves all of a row's gradient of q. PyTorch's tests of today allow its own
+        # kernels 160 and 180 times the tolerance for q.
+        of_q = 10
+    compare(*case, (3 if case[3] % 8 else 1, of_q, 2, 2) if kind == "flash" else (1, of_q, 12, 1))
 
 
 @each("contiguous", True, False)
